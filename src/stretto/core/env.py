@@ -1,0 +1,37 @@
+"""All environment variables that Stretto reads. They are debug switches; a bad value is an error, not a default."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from stretto.core.errors import ConfigError
+
+PREFIX = "STRETTO_"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One on/off variable: `1` or `0`."""
+
+    name: str
+    default: bool
+    help: str
+
+    def read(self) -> bool:
+        """Read the variable now.
+
+        Raises:
+            ConfigError: if it is set to something other than 0 or 1.
+        """
+        raw = os.environ.get(PREFIX + self.name)
+        if raw is None:
+            return self.default
+        if raw not in ("0", "1"):
+            raise ConfigError(PREFIX + self.name, got=repr(raw), expected="0 or 1")
+        return raw == "1"
+
+
+TRITON = Flag("TRITON", True, "use Triton kernels where they exist; 0 takes the reference of every fused op")
+NVTX = Flag("NVTX", False, "put an NVTX range around every stage")
+FLAGS = (TRITON, NVTX)

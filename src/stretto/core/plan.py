@@ -1,0 +1,122 @@
+"""A plan: which device runs which visits, for each class of streams. Plain data; JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from stretto.core.errors import PlanError
+from stretto.core.route import Route, Segment
+
+Mode = Literal["graph", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One executor's device: `cuda:0`, `cpu:0`, ... on a node of the pool."""
+
+    name: str
+    node: str = "local"
+    memory_bytes: int = 0
+    """Memory the plan may use; 0 means not limited by the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One segment of the route on one device."""
+
+    segment: Segment
+    device: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an executor or the simulator needs to know about who runs what."""
+
+    kind: str
+    """How it was made: `whole`, `stages`, `by_step`, `by_block`, `by_stage`, `circular`, `portfolio`, ..."""
+    devices: tuple[Device, ...]
+    classes: Mapping[str, tuple[Placement, ...]]
+    """Stream class -> placements, in route order, covering the route exactly."""
+    batch_caps: Mapping[str, int] = field(default_factory=dict)
+    """Device -> most tasks in one batch; a device without an entry runs one task at a time."""
+    in_flight: int = 1
+    """Most chunks of one stream between admission and completion."""
+    dispatch: str = "earliest_deadline_first"
+    mode: Mode = "eager"
+
+    def placements(self, stream_class: str) -> tuple[Placement, ...]:
+        """Return the placements of a class.
+
+        Raises:
+            PlanError: if the plan has no such class.
+        """
+        if stream_class not in self.classes:
+            raise PlanError("class", got=repr(stream_class), expected=f"one of {sorted(self.classes)}")
+        return self.classes[stream_class]
+
+    def batch_cap(self, device: str) -> int:
+        return self.batch_caps.get(device, 1)
+
+    def validate(self, route: Route) -> None:
+        """Check the plan against a route.
+
+        Raises:
+            PlanError: naming the class and placement that does not fit.
+        """
+        names = [d.name for d in self.devices]
+        if not names:
+            raise PlanError("devices", got="none", expected="at least one device")
+        if len(set(names)) != len(names):
+            raise PlanError("devices", got=names, expected="distinct names")
+        if self.in_flight < 1:
+            raise PlanError("in_flight", got=self.in_flight, expected="1 or more")
+        for device, cap in self.batch_caps.items():
+            if device not in names or cap < 1:
+                raise PlanError(f"batch_caps[{device}]", got=cap, expected=f"1 or more, on one of {names}")
+        for name, placements in self.classes.items():
+            at = 0
+            for i, p in enumerate(placements):
+                where = f"classes[{name}][{i}]"
+                if p.device not in names:
+                    raise PlanError(f"{where}.device", got=repr(p.device), expected=f"one of {names}")
+                if p.segment.start != at or p.segment.stop <= p.segment.start:
+                    raise PlanError(f"{where}.segment", got=p.segment, expected=f"a segment that starts at visit {at}")
+                at = p.segment.stop
+            if at != len(route):
+                raise PlanError(f"classes[{name}]", got=f"{at} visits placed", expected=f"all {len(route)} of the route")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan that `to_json` wrote, or that was edited by hand.
+
+        Raises:
+            PlanError: if a key is missing, unknown or of the wrong type.
+        """
+        try:
+            raw: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise PlanError("plan", got=f"text that is not JSON ({e})", expected="a JSON object") from e
+        known = set(Plan.__dataclass_fields__)
+        if not isinstance(raw, dict) or set(raw) - known or not {"kind", "devices", "classes"} <= set(raw):
+            got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+            raise PlanError("plan", got=got, expected=f"an object with keys among {sorted(known)}")
+        try:
+            devices = tuple(Device(**d) for d in raw.pop("devices"))
+            classes = {
+                name: tuple(Placement(Segment(**p["segment"]), p["device"]) for p in ps) for name, ps in raw.pop("classes").items()
+            }
+            return Plan(devices=devices, classes=classes, **raw)
+        except (TypeError, KeyError, AttributeError) as e:
+            raise PlanError("plan", got=f"a malformed entry ({e})", expected="devices and placements as `to_json` writes them") from e
+
+
+def whole(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager", stream_class: str = "default") -> Plan:
+    """Plan the whole route as one segment on one device: the lowest latency of a single stream."""
+    placements = (Placement(route.whole, device),)
+    return Plan("whole", (Device(device),), {stream_class: placements}, {device: batch_cap}, mode=mode)
