@@ -1,0 +1,193 @@
+"""Bytes on the wire: msgpack with numpy arrays as maps, in the dialect of openpi. No pickle anywhere.
+
+An array is `{b"__ndarray__": True, b"data": C-order bytes, b"dtype": dtype.str, b"shape": [...]}`, a numpy scalar is
+`{b"__npgeneric__": True, b"data": value, b"dtype": dtype.str}`. Peers of other dialects are understood (the same keys as
+text, and the `nd`/`type`/`kind`/`shape`/`data` maps of the msgpack-numpy package), but only this one is written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+MAX_DEPTH = 64
+MAX_ITEMS = 1 << 17
+"""Most entries of one list or map. The decoder allocates lists by their claimed length, so the claim is bounded."""
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|12|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
+_RESERVED = frozenset(("__ndarray__", "__npgeneric__"))
+
+
+class CodecError(ValueError):
+    """Something cannot be written as, or read from, a message; `path` names the field."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {text}")
+
+
+def pack(obj: Any) -> bytes:
+    """Write a tree of dicts, lists, arrays and plain values as one message.
+
+    Raises:
+        CodecError: naming the field whose type, dtype or key has no place on the wire.
+    """
+    _check(obj, "", 0)
+    try:
+        return bytes(msgpack.packb(obj, default=_encode))
+    except (ValueError, TypeError, OverflowError) as e:
+        raise CodecError("message", f"cannot be packed ({e})") from e
+
+
+def unpack(frame: bytes | bytearray | memoryview) -> Any:
+    """Read one message. Arrays are read-only views on it; tuples arrive as lists.
+
+    Raises:
+        CodecError: if the frame is cut, has bytes left over, or holds a field that is not allowed; the field is named.
+    """
+    try:
+        raw = msgpack.unpackb(frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+    except (ValueError, TypeError, OverflowError, RecursionError) as e:
+        raise CodecError("message", f"{len(frame)} bytes that are not one whole msgpack message ({e})") from e
+    return _decode(raw, "", 0)
+
+
+def _check(obj: Any, path: str, depth: int) -> None:
+    if type(obj) in _PLAIN:
+        return
+    if isinstance(obj, (np.ndarray, np.generic)):
+        if isinstance(obj, np.ma.MaskedArray):
+            raise CodecError(path or "message", "a masked array would lose its mask; fill it first")
+        if isinstance(obj, np.generic) and obj.dtype.kind in "mM":
+            raise CodecError(path or "message", f"a numpy scalar of {obj.dtype} has no place on the wire; send an integer")
+        if not _DTYPE.fullmatch(obj.dtype.str):
+            raise CodecError(path or "message", f"dtype {obj.dtype} is not bool, integer, real or text")
+    elif isinstance(obj, (dict, list, tuple)):
+        _check_size(obj, path, depth)
+        if isinstance(obj, dict):
+            for key, value in obj.items():
+                where = _key(path, key)
+                if _text(key) in _RESERVED:
+                    raise CodecError(where, "this key is reserved to mark arrays")
+                _check(value, where, depth + 1)
+        else:
+            for i, value in enumerate(obj):
+                if type(value) not in _PLAIN:
+                    _check(value, f"{path}[{i}]", depth + 1)
+    elif not isinstance(obj, (int, float, str, bytes, bytearray, memoryview)):
+        raise CodecError(path or "message", f"got {type(obj).__name__}, expected a dict, list, array or plain value")
+
+
+def _encode(obj: Any) -> Any:
+    if isinstance(obj, np.ndarray):
+        return {b"__ndarray__": True, b"data": obj.tobytes(), b"dtype": obj.dtype.str, b"shape": obj.shape}
+    if isinstance(obj, np.generic):
+        return {b"__npgeneric__": True, b"data": obj.item(), b"dtype": obj.dtype.str}
+    raise TypeError(f"{type(obj).__name__} has no place on the wire")
+
+
+def _decode(obj: Any, path: str, depth: int) -> Any:
+    if type(obj) in _PLAIN:
+        return obj
+    if isinstance(obj, dict):
+        _check_size(obj, path, depth)
+        if b"__ndarray__" in obj or "__ndarray__" in obj:
+            return _array(obj, path or "message", "dtype")
+        if b"__npgeneric__" in obj or "__npgeneric__" in obj:
+            return _scalar(obj, path or "message")
+        nd = _get(obj, "nd")
+        if isinstance(nd, bool) and _get(obj, "type") is not None:
+            return _foreign(obj, path or "message", is_array=nd)
+        if _get(obj, "complex") is True and _get(obj, "data") is not None:
+            raise CodecError(path or "message", "complex numbers are refused")
+        for key, value in obj.items():
+            if type(value) not in _PLAIN:
+                obj[key] = _decode(value, _key(path, key), depth + 1)
+        return obj
+    if isinstance(obj, list):
+        _check_size(obj, path, depth)
+        for i, value in enumerate(obj):
+            if type(value) not in _PLAIN:
+                obj[i] = _decode(value, f"{path}[{i}]", depth + 1)
+        return obj
+    raise CodecError(path or "message", f"msgpack extension types are refused, got {type(obj).__name__}")
+
+
+def _array(obj: Mapping[Any, Any], path: str, dtype_key: str) -> np.ndarray:
+    data, shape = _get(obj, "data"), _get(obj, "shape")
+    dtype = _dtype(_get(obj, dtype_key), path)
+    if not isinstance(data, bytes):
+        raise CodecError(path, f"array data: got {type(data).__name__}, expected bytes")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise CodecError(path, f"array shape: got {shape!r}, expected a list of integers >= 0")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise CodecError(
+            path, f"{len(data)} bytes of data, but shape {shape} of {dtype} needs {math.prod(shape) * dtype.itemsize}"
+        )
+    try:
+        return np.ndarray(shape=tuple(shape), dtype=dtype, buffer=data)
+    except (ValueError, OverflowError) as e:
+        raise CodecError(path, f"array of shape {shape}: {e}") from e
+
+
+def _scalar(obj: Mapping[Any, Any], path: str) -> Any:
+    dtype, value = _dtype(_get(obj, "dtype"), path), _get(obj, "data")
+    fits = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "S": (bytes,), "U": (str,)}.get(dtype.kind, ())
+    if type(value) not in fits:
+        raise CodecError(path, f"scalar of {dtype}: got {type(value).__name__}")
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        raise CodecError(path, f"scalar of {dtype}: {value} is out of range")
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return dtype.type(value)
+    return dtype.type(value)
+
+
+def _foreign(obj: Mapping[Any, Any], path: str, *, is_array: bool) -> Any:
+    """Read a map of the msgpack-numpy package; its scalars are raw memory, its objects are pickles."""
+    if _get(obj, "kind") not in (None, b"", ""):
+        raise CodecError(path, f"arrays of kind {_get(obj, 'kind')!r} (structured or pickled) are refused")
+    if is_array:
+        return _array(obj, path, "type")
+    return _array({"data": _get(obj, "data"), "type": _get(obj, "type"), "shape": []}, path, "type")[()]
+
+
+def _dtype(name: Any, path: str) -> np.dtype[Any]:
+    text = _text(name)
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        raise CodecError(path, f"dtype: got {name!r}, expected a bool, integer, real or text dtype such as '<f4'")
+    try:
+        return np.dtype(text)
+    except (TypeError, ValueError) as e:
+        raise CodecError(path, f"dtype {text!r} is not known here ({e})") from e
+
+
+def _check_size(obj: Any, path: str, depth: int) -> None:
+    if depth >= MAX_DEPTH:
+        raise CodecError(path or "message", f"nested deeper than {MAX_DEPTH} levels")
+    if len(obj) > MAX_ITEMS:
+        raise CodecError(path or "message", f"{len(obj)} entries in one list or map, at most {MAX_ITEMS}; send an array")
+
+
+def _get(obj: Mapping[Any, Any], key: str) -> Any:
+    """Look a key up as bytes, then as text."""
+    value = obj.get(key.encode())
+    return obj.get(key) if value is None else value
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("ascii", "replace")
+    return value
+
+
+def _key(path: str, key: Any) -> str:
+    if not isinstance(key, (str, bytes)):
+        raise CodecError(path or "message", f"map key {key!r} is {type(key).__name__}, expected text or bytes")
+    return f"{path}.{_text(key)}" if path else str(_text(key))
