@@ -1,1 +1,39 @@
+"""Fused ops, one file each: a plain-torch reference beside its Triton kernel, behind one callable."""
 
+from stretto.layers.kernels.activation import geglu, gelu_tanh
+from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.layer_norm import (
+    add_layer_norm,
+    gated_add,
+    gated_add_layer_norm,
+    gated_add_modulated_layer_norm,
+    layer_norm,
+    modulated_layer_norm,
+)
+from stretto.layers.kernels.patchify import patchify
+from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
+from stretto.layers.kernels.rope import rope, rope_write
+from stretto.layers.kernels.rope_3d import rope_3d
+
+__all__ = [
+    "Modulation",
+    "ada_rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "gated_add",
+    "gated_add_ada_rms_norm",
+    "gated_add_layer_norm",
+    "gated_add_modulated_layer_norm",
+    "geglu",
+    "gelu_tanh",
+    "layer_norm",
+    "modulated_layer_norm",
+    "patchify",
+    "prefix_attention",
+    "rms_norm",
+    "rope",
+    "rope_3d",
+    "rope_write",
+]
