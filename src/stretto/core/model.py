@@ -41,6 +41,7 @@ class Rows(Protocol):
     @property
     def host(self) -> Sequence[Row]:
         """Host-side view of the rows; fewer than `size` when the batch was padded up to a bucket."""
+
     @property
     def slots_B(self) -> Tensor: ...  # int64, on the device
     @property
@@ -107,8 +108,10 @@ class Model(Protocol):
     @property
     def values(self) -> Mapping[str, TensorSpec]:
         """Every value of the route, at its largest bucket."""
+
     @property
     def state(self) -> Mapping[str, TensorSpec]:
         """Every state tensor, for one (stream, step)."""
+
     @property
     def buckets(self) -> tuple[Buckets, ...]: ...

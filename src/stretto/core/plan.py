@@ -109,11 +109,14 @@ class Plan:
         try:
             devices = tuple(Device(**d) for d in raw.pop("devices"))
             classes = {
-                name: tuple(Placement(Segment(**p["segment"]), p["device"]) for p in ps) for name, ps in raw.pop("classes").items()
+                name: tuple(Placement(Segment(**p["segment"]), p["device"]) for p in ps)
+                for name, ps in raw.pop("classes").items()
             }
             return Plan(devices=devices, classes=classes, **raw)
         except (TypeError, KeyError, AttributeError) as e:
-            raise PlanError("plan", got=f"a malformed entry ({e})", expected="devices and placements as `to_json` writes them") from e
+            raise PlanError(
+                "plan", got=f"a malformed entry ({e})", expected="devices and placements as `to_json` writes them"
+            ) from e
 
 
 def whole(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager", stream_class: str = "default") -> Plan:

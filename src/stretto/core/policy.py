@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
+
 @dataclass(eq=False, slots=True)
 class Session:
     """One client's place in a service; made by `open_session`, ended by `close_session`. Hashed by identity."""

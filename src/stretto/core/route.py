@@ -7,6 +7,7 @@ chunk at the same visit, and it never moves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,7 +140,7 @@ class Route:
         if bad:
             raise RouteError("cut", got=bad, expected=f"visit indices between 1 and {len(self.visits) - 1}")
         edges = [0, *points, len(self.visits)]
-        return tuple(Segment(a, b) for a, b in zip(edges, edges[1:], strict=False))
+        return tuple(Segment(a, b) for a, b in itertools.pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,133 @@
+"""Storage of one device: every declared value and state tensor, with a leading slot axis and a fixed address.
+
+Slot 0 belongs to nobody: padded rows of a batch read and write it, so fixed shapes need no masks.
+Inputs of the route share one packed byte row per slot, so that a request is one copy to the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.core.errors import CapacityError, FieldError
+from stretto.core.route import Route, TensorSpec
+
+_ALIGN = 16
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class SlotPool:
+    """Hands out slot indices 1..n, lowest first, so that a run is reproducible."""
+
+    def __init__(self, slots: int, what: str) -> None:
+        self._free = list(range(1, slots + 1))
+        self._what = what
+        self.size = slots
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """Take one slot.
+
+        Raises:
+            CapacityError: if none is free.
+        """
+        if not self._free:
+            raise CapacityError("slots", f"all {self.size} {self._what} are in use")
+        return heapq.heappop(self._free)
+
+    def give(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """Where each route input lies in the packed byte row of a slot."""
+
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    row_bytes: int
+
+    @staticmethod
+    def of(specs: Mapping[str, TensorSpec]) -> InputLayout:
+        offsets, at = {}, 0
+        for name in sorted(specs):
+            offsets[name] = at
+            at += -(-specs[name].nbytes // _ALIGN) * _ALIGN
+        return InputLayout(dict(specs), offsets, at)
+
+    def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> Tensor:
+        """Pack one request into a byte row on the host; inputs shorter than declared are padded with zeros.
+
+        Raises:
+            FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
+        """
+        if set(inputs) != set(self.specs):
+            raise FieldError("inputs", got=sorted(inputs), expected=sorted(self.specs))
+        packed = torch.zeros(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
+        raw = packed.numpy()
+        for name, spec in self.specs.items():
+            value = np.asarray(inputs[name])
+            fits = value.ndim == len(spec.shape) and all(n <= m for n, m in zip(value.shape, spec.shape, strict=True))
+            if not fits or value.dtype.name != spec.dtype:
+                raise FieldError(name, got=f"{value.dtype.name}{list(value.shape)}", expected=f"{spec.dtype}{list(spec.shape)}")
+            start = self.offsets[name]
+            target = raw[start : start + spec.nbytes].view(value.dtype).reshape(spec.shape)
+            target[tuple(slice(0, n) for n in value.shape)] = value
+        return packed
+
+
+class Arenas:
+    """All tensors of one device that outlive a stage. Addresses never change."""
+
+    def __init__(
+        self,
+        route: Route,
+        values: Mapping[str, TensorSpec],
+        state: Mapping[str, TensorSpec],
+        *,
+        device: torch.device,
+        slots: int,
+        state_slots: int = 0,
+    ) -> None:
+        self.device = device
+        self.slots = SlotPool(slots, "chunk slots")
+        self.state_slots = SlotPool(state_slots, "state slots")
+        self.layout = InputLayout.of({name: values[name] for name in route.inputs})
+        self._packed = torch.zeros(slots + 1, self.layout.row_bytes, dtype=torch.uint8, device=device)
+        self._tensors: dict[str, Tensor] = {}
+        for name, spec in values.items():
+            self._tensors[name] = self._input_view(name) if name in self.layout.specs else self._zeros(slots, spec)
+        for name, spec in state.items():
+            self._tensors[name] = self._zeros(state_slots, spec)
+
+    def _zeros(self, slots: int, spec: TensorSpec) -> Tensor:
+        return torch.zeros((slots + 1, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
+
+    def _input_view(self, name: str) -> Tensor:
+        spec, start = self.layout.specs[name], self.layout.offsets[name]
+        return self._packed[:, start : start + spec.nbytes].view(torch_dtype(spec.dtype)).view(-1, *spec.shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def load(self, slot: int, packed: Tensor) -> None:
+        """Copy one packed request into a slot; asynchronous when `packed` is pinned."""
+        self._packed[slot].copy_(packed, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        own = sum(t.nbytes for n, t in self._tensors.items() if n not in self.layout.specs)
+        return own + self._packed.nbytes

@@ -1,0 +1,160 @@
+"""The engine on a toy model: batching, cutting, closing and failing must not change what a stream gets."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import ToyModel
+
+from stretto.core.chunk import Chunk
+from stretto.core.errors import FieldError, PlanError, StreamClosedError, WorkerDiedError
+from stretto.core.plan import Device, Placement, Plan, whole
+from stretto.runtime.engine import Engine, Stream
+
+ITEMS = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=8)
+
+
+def plan_with_cuts(
+    model: ToyModel, cuts: set[int], cap: int, devices: int = 1, dispatch: str = "earliest_deadline_first"
+) -> Plan:
+    segments = model.route.cut(cuts)
+    names = [f"cpu:{i}" for i in range(devices)]
+    placements = tuple(Placement(s, names[i * devices // len(segments)]) for i, s in enumerate(segments))
+    return Plan("test", tuple(Device(n) for n in names), {"default": placements}, dict.fromkeys(names, cap), dispatch=dispatch)
+
+
+def submit(stream: Stream, items: list[float], x: float) -> Future[Chunk]:
+    inputs = {
+        "items": np.asarray(items, np.float32),
+        "count": np.asarray(len(items), np.int32),
+        "x": np.full(stream.engine.model.values["x"].shape, x, np.float64),
+    }
+    return stream.submit(inputs, lengths={"items": len(items)})
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    model = ToyModel()
+    engine = Engine(model, whole(model.route, "cpu:0", batch_cap=4))
+    engine.warm()
+    yield engine
+    engine.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    requests=st.lists(st.tuples(ITEMS, st.integers(-9, 9).map(float)), min_size=1, max_size=12),
+    cuts=st.sets(st.integers(1, 4)),
+    cap=st.integers(1, 5),
+    devices=st.integers(1, 3),
+    dispatch=st.sampled_from(["earliest_deadline_first", "fill_first", "first_come_first_served"]),
+)
+def test_every_stream_gets_its_own_result_however_the_route_is_cut_and_batched(
+    requests: list[tuple[list[float], float]], cuts: set[int], cap: int, devices: int, dispatch: str
+) -> None:
+    model = ToyModel()
+    engine = Engine(model, plan_with_cuts(model, cuts, cap, devices, dispatch))
+    engine.warm()
+    try:
+        futures = [submit(engine.open(), items, x) for items, x in requests]
+        for (items, x), future in zip(requests, futures, strict=True):
+            np.testing.assert_array_equal(future.result(20).outputs["x"], np.full(3, model.expected(items, x)))
+    finally:
+        engine.close()
+
+
+def test_a_chunk_says_how_it_ran(engine: Engine) -> None:
+    chunk = submit(engine.open(), [1.0, 2.0], 0.0).result(5)
+    assert chunk.mode == "eager"
+    assert set(chunk.stage_ms) == {"encode+refine"}
+    assert chunk.batch_sizes == {"encode+refine": 1}
+    assert chunk.queue_ms >= 0
+    assert chunk.run_ms > 0
+
+
+def test_results_do_not_change_when_later_requests_reuse_the_slots(engine: Engine) -> None:
+    stream = engine.open()
+    first = submit(stream, [1.0], 0.0).result(5)
+    kept = first.outputs["x"].copy()
+    for i in range(50):
+        submit(stream, [float(i)] * 8, 1.0).result(5)
+    np.testing.assert_array_equal(first.outputs["x"], kept)
+    np.testing.assert_array_equal(submit(stream, [1.0], 0.0).result(5).outputs["x"], kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"items": np.zeros(9, np.float32)}, "items"),
+        ({"items": np.zeros(3, np.float64)}, "items"),
+        ({"x": np.zeros((3, 1), np.float64)}, "x"),
+        ({"extra": np.zeros(1)}, "inputs"),
+    ],
+)
+def test_an_input_of_another_shape_or_dtype_is_refused_by_name(
+    engine: Engine, change: dict[str, np.ndarray], field: str
+) -> None:
+    inputs = {"items": np.zeros(2, np.float32), "count": np.asarray(2, np.int32), "x": np.zeros(3)} | change
+    with pytest.raises(FieldError) as caught:
+        engine.open().submit(inputs, lengths={"items": 2})
+    assert caught.value.field == field
+
+
+def test_closing_a_stream_drops_its_queue_and_leaves_the_others_alone() -> None:
+    model = ToyModel()
+    engine = Engine(model, whole(model.route, "cpu:0", batch_cap=1))
+    leaver, stayer = engine.open(), engine.open()
+    queued = [submit(leaver, [1.0], 0.0) for _ in range(3)]
+    other = submit(stayer, [2.0], 0.0)
+    leaver.close()
+    engine.warm()
+    try:
+        assert other.result(5).outputs["x"][0] == model.expected([2.0], 0.0)
+        for future in queued:
+            with pytest.raises(StreamClosedError):
+                future.result(5)
+        with pytest.raises(StreamClosedError):
+            submit(leaver, [1.0], 0.0)
+    finally:
+        engine.close()
+
+
+def test_a_stage_that_raises_takes_the_device_down_and_says_why() -> None:
+    model = ToyModel()
+
+    class Broken:
+        spec = model.stages["refine"].spec
+
+        def run(self, rows: object) -> None:
+            raise RuntimeError("device fault")
+
+    model.stages = {**model.stages, "refine": Broken()}
+    engine = Engine(model, whole(model.route, "cpu:0"))
+    engine.warm()
+    try:
+        with pytest.raises(WorkerDiedError, match="device fault"):
+            submit(engine.open(), [1.0], 0.0).result(5)
+        assert engine.dead is not None
+        with pytest.raises(WorkerDiedError):
+            submit(engine.open(), [1.0], 0.0).result(5)
+    finally:
+        engine.close()
+
+
+def test_closing_the_engine_fails_what_is_still_queued() -> None:
+    model = ToyModel()
+    engine = Engine(model, whole(model.route, "cpu:0"))
+    future = submit(engine.open(), [1.0], 0.0)
+    engine.close()
+    with pytest.raises(StreamClosedError):
+        future.result(5)
+
+
+def test_a_plan_that_does_not_cover_the_route_is_refused_with_the_place() -> None:
+    model = ToyModel()
+    plan = Plan("test", (Device("cpu:0"),), {"default": (Placement(model.route.cut([2])[0], "cpu:0"),)})
+    with pytest.raises(PlanError, match="2 visits placed"):
+        Engine(model, plan)
