@@ -7,7 +7,7 @@ Only sizes differ from the released models: every module, key name and code path
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -183,5 +183,18 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
-def sizes_as_dict(sizes: TinySizes) -> dict[str, int]:
-    return asdict(sizes)
+def sizes_as_dict(sizes: TinySizes) -> dict[str, Any]:
+    """Spell the sizes as the `stretto` object that a checkpoint of unreleased size carries in its config.json."""
+    heads = {"heads": sizes.num_heads, "kv_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim, "depth": sizes.depth}
+    return {
+        "vocab_size": sizes.vocab_size,
+        "vision": {
+            "width": sizes.vision_width,
+            "depth": sizes.vision_depth,
+            "mlp": sizes.vision_mlp_dim,
+            "heads": sizes.vision_heads,
+            "patch": sizes.patch_size,
+        },
+        "language": {"width": sizes.lm_width, "mlp": sizes.lm_mlp_dim, **heads},
+        "expert": {"width": sizes.expert_width, "mlp": sizes.expert_mlp_dim, **heads},
+    }

@@ -15,11 +15,14 @@ Everything is fp32 on the CPU with seeded weights and inputs. README.md in this 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from lerobot_tiny import TinySizes, build_policy, build_tokenizer
 from write_models import write_models
+from write_processors import PIPELINES, write_images, write_pipeline, write_policy_cases
+from write_rtc import write_rtc
 
 GOLDEN = Path(__file__).parent / "lerobot"
 MODEL_SEEDS = {"pi05": 5, "pi0": 6}
@@ -30,11 +33,16 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir(parents=True)
-    build_tokenizer(GOLDEN / "tokenizer")
+    tokenizer = build_tokenizer(GOLDEN / "tokenizer")
     sizes = TinySizes()
-    for family, seed in MODEL_SEEDS.items():
-        policy = build_policy(family, sizes, seed=seed)
+    policies = {family: build_policy(family, sizes, seed=seed) for family, seed in MODEL_SEEDS.items()}
+    for family, policy in policies.items():
         write_models(GOLDEN / f"{family}_tiny", policy, sizes)
+        write_policy_cases(GOLDEN / f"{family}_tiny", policy, tokenizer)
+    for name in PIPELINES:
+        write_pipeline(GOLDEN / "processors" / name, name, tokenizer)
+    write_images(GOLDEN / "processors", build_policy("pi05", replace(sizes, image_size=224), seed=0))
+    write_rtc(GOLDEN, policies)
 
 
 if __name__ == "__main__":
