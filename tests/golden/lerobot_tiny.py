@@ -49,15 +49,6 @@ class TinySizes:
     head_dim: int = 16
 
 
-def pattern_image(height: int, width: int, seed: int) -> np.ndarray[Any, Any]:
-    """Make a uint8 [height, width, 3] chirp in integer arithmetic, so that any reader can rebuild it exactly."""
-    y = np.arange(height, dtype=np.int64)[:, None, None]
-    x = np.arange(width, dtype=np.int64)[None, :, None]
-    c = np.arange(3, dtype=np.int64)[None, None, :]
-    value = (3 * y * y + 5 * x * x + 7 * x * y) // (64 + 16 * c) + 11 * (c + 1) * (x + 2 * y) // 4 + 37 * seed
-    return (value % 256).astype(np.uint8)
-
-
 def as_lerobot_image(image_HWC: np.ndarray[Any, Any]) -> torch.Tensor:
     """Turn a uint8 image into what LeRobot's environment code hands to the policy: float [3, H, W] in [0, 1]."""
     return torch.from_numpy(image_HWC).permute(2, 0, 1).contiguous().to(torch.float32) / 255

@@ -19,9 +19,9 @@ from lerobot_tiny import (
     STATE_DIM,
     as_lerobot_image,
     build_config,
-    pattern_image,
     write_json,
 )
+from patterns import pattern_image
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
