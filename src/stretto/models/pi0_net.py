@@ -1,0 +1,369 @@
+"""The network of pi0 and pi0.5: an image tower, a Gemma prefix whose keys and values are kept, and an action expert.
+
+One device, no state. Weights of norms, of the action, state and time projections, the residual streams of the image
+tower and of the expert, and actions themselves are fp32; the rest is in the compute dtype.
+
+Shape legend: B rows, C cameras, R pixels, I image tokens of all cameras, L prompt tokens, P = I + L prefix tokens,
+H action horizon, A action width, S suffix tokens, D width, K key/value heads, d head size, N norms of the expert.
+Source: pi0 (arXiv 2410.24164), pi0.5 (arXiv 2504.16054); checked against LeRobot 0.6.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, silu
+
+from stretto.layers.kernels.activation import geglu, gelu_tanh
+from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.patchify import patchify
+from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
+from stretto.layers.kernels.rope import rope
+from stretto.layers.linear import FusedLinear
+from stretto.models.pi0_config import GemmaDims, Pi0Config
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKV:
+    """Keys and values of the prefix, read in place: row b's are in slot `slots_B[b]`."""
+
+    k_SNPKd: Tensor  # [slots, layers, P, K, d]
+    v_SNPKd: Tensor
+    slots_B: Tensor
+    mask_BP: Tensor
+    length_B: Tensor
+    """Keys at this index and beyond are never valid."""
+    suffix_start_B: Tensor
+    """Rotary position of the first suffix token: the number of valid prefix tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What the expert knows of flow time: lines of a table, by row or token (`rows`), or given directly."""
+
+    table: Tensor  # pi0.5 [..., N, 3 D]: scale, shift, gate of every norm; pi0 [..., D]: share of the time in the time MLP
+    rows: Tensor | None = None
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, width: int, mlp: int, heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = FusedLinear(width, {"q_proj": width, "k_proj": width, "v_proj": width}, bias=True, dtype=dtype)
+        self.out = nn.Linear(width, width, dtype=dtype)
+        self.up = nn.Linear(width, mlp, dtype=dtype)
+        self.down = nn.Linear(mlp, width, dtype=dtype)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        out: Tensor = self.out(attention(q, k, v).flatten(2))
+        return out
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(gelu_tanh(self.up(x)))
+        return out
+
+
+class VisionTower(nn.Module):
+    """SigLIP and the projection into the language model; all cameras of all rows are one batch."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        dims = config.vision
+        self.patch, self.eps, self.dtype = dims.patch, config.norm_eps, dtype
+        self.embed = nn.Linear(3 * dims.patch**2, dims.width, dtype=dtype)
+        self.position = nn.Parameter(torch.empty(config.tokens_per_camera, dims.width))
+        self.blocks = nn.ModuleList(VisionBlock(dims.width, dims.mlp, dims.heads, dtype) for _ in range(dims.depth))
+        self.norm = nn.LayerNorm(dims.width)
+        self.project = nn.Linear(dims.width, config.language.width, dtype=dtype)
+
+    def forward(self, images_BCRR3: Tensor) -> Tensor:
+        """Return image tokens [B, I, D] of uint8 pixels, or of float pixels in [-1, 1]."""
+        batch = images_BCRR3.shape[0]
+        x = self.embed(patchify(images_BCRR3.flatten(0, 1), self.patch, dtype=self.dtype))
+        residual = x.float() + self.position
+        blocks = [b for b in self.blocks if isinstance(b, VisionBlock)]
+        first = blocks[0].norm1
+        x = layer_norm(residual, first.weight, first.bias, self.eps, dtype=self.dtype)
+        following = [*(b.norm1 for b in blocks[1:]), self.norm]
+        for block, after in zip(blocks, following, strict=True):
+            x, residual = add_layer_norm(block.attend(x), residual, block.norm2.weight, block.norm2.bias, self.eps)
+            x, residual = add_layer_norm(block.mlp(x), residual, after.weight, after.bias, self.eps)
+        tokens: Tensor = self.project(x)
+        return tokens.unflatten(0, (batch, -1)).flatten(1, 2)
+
+
+class GemmaBlock(nn.Module):
+    """Projections of one layer. With `kv_only`, those of a layer of which nothing but keys and values is used."""
+
+    def __init__(self, dims: GemmaDims, theta: float, dtype: torch.dtype, kv_only: bool = False) -> None:
+        super().__init__()
+        self.heads, self.dims, self.theta = 0 if kv_only else dims.heads, dims, theta
+        kv = dims.kv_heads * dims.head_dim
+        parts = {"q_proj": self.heads * dims.head_dim, "k_proj": kv, "v_proj": kv}
+        self.qkv = FusedLinear(dims.width, {n: w for n, w in parts.items() if w}, dtype=dtype)
+        if not kv_only:
+            self.out = nn.Linear(dims.heads * dims.head_dim, dims.width, bias=False, dtype=dtype)
+            self.gate_up = FusedLinear(dims.width, {"gate_proj": dims.mlp, "up_proj": dims.mlp}, dtype=dtype)
+            self.down = nn.Linear(dims.mlp, dims.width, bias=False, dtype=dtype)
+
+    def rotated(self, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rope(
+            self.qkv(x),
+            positions_BT,
+            heads=self.heads,
+            kv_heads=self.dims.kv_heads,
+            head_dim=self.dims.head_dim,
+            theta=self.theta,
+        )
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(geglu(self.gate_up(x)))
+        return out
+
+
+class KeepKV(Protocol):
+    """Takes the keys and values [B, P, K, d] of one layer."""
+
+    def __call__(self, layer: int, k_BPKd: Tensor, v_BPKd: Tensor) -> None: ...
+
+
+class Prefix(nn.Module):
+    """Gemma over image and prompt tokens. Only keys and values are wanted, so the last layer ends with them."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        dims = config.language
+        self.eps = config.norm_eps
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, dims.width, dtype=dtype))
+        self.blocks = nn.ModuleList(
+            GemmaBlock(dims, config.rope_theta, dtype, kv_only=i == dims.depth - 1) for i in range(dims.depth)
+        )
+        self.attention_norms = nn.ParameterList(torch.empty(dims.width) for _ in range(dims.depth))
+        self.mlp_norms = nn.ParameterList(torch.empty(dims.width) for _ in range(dims.depth - 1))
+
+    def forward(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
+        text = embedding(tokens_BL, self.embed) * math.sqrt(self.embed.shape[1])
+        residual = torch.cat((image_tokens_BID, text), dim=1)
+        positions_BP = mask_BP.cumsum(-1) - 1
+        blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
+        x = rms_norm(residual, self.attention_norms[0], self.eps)
+        for i, block in enumerate(blocks):
+            q, k, v = block.rotated(x, positions_BP)
+            keep(i, k, v)
+            if i == len(blocks) - 1:
+                break
+            y = block.out(attention(q, k, v, key_mask_BN=mask_BP).flatten(2))
+            x, residual = add_rms_norm(y, residual, self.mlp_norms[i], self.eps)
+            x, residual = add_rms_norm(block.mlp(x), residual, self.attention_norms[i + 1], self.eps)
+
+
+class ExpertNorms(Protocol):
+    """The norms of the expert's residual stream, numbered in the order in which a forward meets them."""
+
+    def first(self, residual: Tensor) -> Tensor: ...
+    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNorms:
+    weights: nn.ParameterList
+    eps: float
+
+    def first(self, residual: Tensor) -> Tensor:
+        return rms_norm(residual, self.weights[0], self.eps)
+
+    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(y, residual, self.weights[index], self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaNorms:
+    """Norms whose scale and shift, and the gate of what is added before the next one, come from flow time."""
+
+    condition: Condition
+    eps: float
+
+    def lines(self, index: int) -> Modulation:
+        return Modulation(self.condition.table[..., index, :], self.condition.rows)
+
+    def first(self, residual: Tensor) -> Tensor:
+        return ada_rms_norm(residual, self.lines(0), self.eps)
+
+    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return gated_add_ada_rms_norm(residual, y, self.lines(index - 1), self.lines(index), self.eps)
+
+
+class Expert(nn.Module):
+    """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        # The state token comes first and does not see the actions.
+        self.lead = config.suffix_tokens - config.action_horizon
+        self.blocks = nn.ModuleList(GemmaBlock(config.expert, config.rope_theta, dtype) for _ in range(config.expert.depth))
+
+    def forward(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
+        """Return the normed last hidden states in fp32, [B, S, D]."""
+        tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
+        positions_BS = prefix.suffix_start_B[:, None] + tokens
+        residual = residual_BSD
+        x = norms.first(residual).to(self.dtype)
+        for i, block in enumerate(b for b in self.blocks if isinstance(b, GemmaBlock)):
+            q, k, v = block.rotated(x, positions_BS)
+            attended = prefix_attention(
+                q,
+                prefix.k_SNPKd[:, i],
+                prefix.v_SNPKd[:, i],
+                prefix.slots_B,
+                key_mask_BP=prefix.mask_BP,
+                length_B=prefix.length_B,
+                k_suffix_BTKd=k,
+                v_suffix_BTKd=v,
+                suffix_lead=self.lead,
+            )
+            x, residual = norms.add(2 * i + 1, residual, block.out(attended.flatten(2)))
+            y = block.mlp(x)
+            last = i == len(self.blocks) - 1
+            x, residual = norms.add(2 * i + 2, residual, y.float() if last else y)
+        return x
+
+
+class TimeCondition(nn.Module):
+    """Flow time as the expert takes it; differentiable, and tabled for the fixed denoise steps."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, norms = config.expert.width, 2 * config.expert.depth + 1
+        self.width, self.periods, self.ada = width, (config.min_period, config.max_period), config.family == "pi05"
+        if self.ada:
+            self.mlp_in, self.mlp_out = nn.Linear(width, width), nn.Linear(width, width)
+            self.dense = FusedLinear(width, {str(i): 3 * width for i in range(norms)}, bias=True, dtype=dtype)
+        else:
+            self.mlp_in = nn.Linear(2 * width, width)
+
+    def forward(self, t: Tensor) -> Condition:
+        """Return the condition for t of any shape [...], fp32, 1 is noise."""
+        code = self.code(t)
+        if not self.ada:
+            # The first layer of the action-time MLP is linear in (action, time): this is the time's share.
+            return Condition(linear(code, self.mlp_in.weight[:, self.width :], self.mlp_in.bias))
+        hidden = silu(self.mlp_out(silu(self.mlp_in(code))))
+        views = self.dense.views()
+        lines = [
+            linear(hidden, views[f"{i}.weight"].float(), views[f"{i}.bias"].float())
+            for i in range(len(self.dense.out_features))
+        ]
+        return Condition(torch.stack(lines, dim=-2))
+
+    def code(self, t: Tensor) -> Tensor:
+        """Return sine and cosine of t at geometrically spaced periods, [..., D] in fp32."""
+        low, high = self.periods
+        spread = torch.linspace(0.0, 1.0, self.width // 2, dtype=torch.float64, device=t.device)
+        angles = t.double()[..., None] * (2 * math.pi / (low * (high / low) ** spread))
+        return torch.cat((angles.sin(), angles.cos()), dim=-1).float()
+
+
+class Pi0Net(nn.Module):
+    """All weights of one policy, and the pure functions over them."""
+
+    table: Tensor
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        width, norms = config.expert.width, 2 * config.expert.depth + 1
+        self.vision = VisionTower(config, dtype)
+        self.prefix = Prefix(config, dtype)
+        self.expert = Expert(config, dtype)
+        self.time = TimeCondition(config, dtype)
+        self.action_in = nn.Linear(config.action_dim, width)
+        self.action_out = nn.Linear(width, config.action_dim)
+        if config.family == "pi0":
+            self.state_in = nn.Linear(config.state_dim, width)
+            self.time_mlp_out = nn.Linear(width, width)
+            self.norms = nn.ParameterList(torch.empty(width) for _ in range(norms))
+        line = (norms, 3 * width) if config.family == "pi05" else (width,)
+        self.register_buffer("table", torch.empty(config.denoise_steps + 1, *line), persistent=False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Recompute the time table in place: one line a denoise step, and a last one for t=0 (actions already known)."""
+        times = [t for t, _ in euler_schedule(self.config.denoise_steps)]
+        self.table.copy_(self.time(torch.tensor([*times, 0.0], device=self.table.device)).table)
+
+    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (mask_BP, length_B int32, suffix_start_B int32) for prompts padded to `prompt` tokens."""
+        images_BI = image_mask_BC.repeat_interleave(self.config.tokens_per_camera, dim=1)
+        text_BL = torch.arange(prompt, device=token_count_B.device) < token_count_B[:, None]
+        mask_BP = torch.cat((images_BI, text_BL), dim=1)
+        return mask_BP, token_count_B.int() + images_BI.shape[1], mask_BP.sum(-1, dtype=torch.int32)
+
+    def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:
+        """Return the flow's velocity (noise minus actions) in fp32, [B, H, A].
+
+        Args:
+            condition: from the table by denoise step (`tabled`), or `self.time(t)` for t [B] or one t a token [B, H].
+            state_BW: the robot's state, for pi0.
+        """
+        x = self.action_in(x_BHA.float())
+        if self.config.family == "pi05":
+            return self._actions(self.expert(x, AdaNorms(condition, self.config.norm_eps), prefix))
+        share = condition.table if condition.rows is None else condition.table[condition.rows]
+        share = share[:, None] if share.dim() == 2 else share
+        x = self.time_mlp_out(silu(linear(x, self.time.mlp_in.weight[:, : x.shape[-1]]) + share))
+        assert state_BW is not None, "pi0 reads the state in every denoise step"
+        x = torch.cat((self.state_in(state_BW.float())[:, None], x), dim=1)
+        return self._actions(self.expert(x, PlainNorms(self.norms, self.config.norm_eps), prefix))
+
+    def tabled(self, steps_B: Tensor) -> Condition:
+        """Return the condition of each row's denoise step. A [B, H] index gives one a token; `denoise_steps` means t=0."""
+        return Condition(self.table, steps_B)
+
+    def _actions(self, hidden_BSD: Tensor) -> Tensor:
+        out: Tensor = self.action_out(hidden_BSD[:, -self.config.action_horizon :])
+        return out
+
+    def train_forward(
+        self,
+        images_BCRR3: Tensor,
+        image_mask_BC: Tensor,
+        tokens_BL: Tensor,
+        token_count_B: Tensor,
+        x_BHA: Tensor,
+        t: Tensor,
+        state_BW: Tensor | None = None,
+    ) -> Tensor:
+        """Return the velocity [B, H, A] with gradients to every weight in use.
+
+        Args:
+            t: flow time, [B], or [B, H] where some leading actions are given clean (t=0).
+        """
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def keep(layer: int, k_BPKd: Tensor, v_BPKd: Tensor) -> None:
+            keys.append(k_BPKd)
+            values.append(v_BPKd)
+
+        layout = self.prefix_layout(image_mask_BC, token_count_B, tokens_BL.shape[1])
+        self.prefix(self.vision(images_BCRR3), tokens_BL, layout[0], keep)
+        slots_B = torch.arange(x_BHA.shape[0], device=x_BHA.device)
+        prefix = PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots_B, *layout)
+        return self.velocity(x_BHA, self.time(t), prefix, state_BW)
+
+
+def euler_schedule(steps: int) -> tuple[tuple[float, float], ...]:
+    """Return (t, dt) of each denoise step: from t=1 (noise) towards t=0 (actions), x += dt * velocity."""
+    dt = -1.0 / steps
+    return tuple((1.0 + i * dt, dt) for i in range(steps))
