@@ -1,4 +1,4 @@
-"""Frames that are rebuilt from a seed instead of being stored; used by the scripts that write golden files and by their readers."""
+"""Frames rebuilt from a seed instead of being stored, by the scripts that write golden files and by their readers."""
 
 from __future__ import annotations
 
