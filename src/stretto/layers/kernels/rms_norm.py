@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 
 
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True) -> Tensor:
@@ -28,5 +29,58 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight_D: Tensor, eps: f
     return rms_norm_reference(total, weight_D, eps).to(x.dtype), total
 
 
-rms_norm = FusedOp(rms_norm_reference)
-add_rms_norm = FusedOp(add_rms_norm_reference)
+@jit
+def _rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    ADD: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        stored = value.to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=inside)
+        value = stored.to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        factor += 1.0
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    tl.store(out + at, (normed * factor).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm_triton(x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, x, weight_D, out, out, eps, add=False, unit_offset=unit_offset)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(residual)
+    _launch(x, residual, weight_D, out, total, eps, add=True, unit_offset=True)
+    return out, total
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight_D: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, unit_offset: bool
+) -> None:
+    width = x.shape[-1]
+    block = block_of(width)
+    _rms_norm_kernel[(x.numel() // width,)](
+        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block, num_warps=warps_of(block)
+    )
+
+
+rms_norm = FusedOp(rms_norm_reference, rms_norm_triton)
+add_rms_norm = FusedOp(add_rms_norm_reference, add_rms_norm_triton)

@@ -1,0 +1,48 @@
+"""Triton where it is installed, and the few launch helpers that all kernels share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheel for this platform: every op then runs its reference, and `implementation` says so
+    triton = None
+    tl = None
+
+__all__ = ["block_of", "cdiv", "jit", "multiprocessors", "tl", "warps_of"]
+
+
+def jit(fn: Callable[..., Any]) -> Any:
+    """Compile `fn` as a Triton kernel on first launch; without Triton, leave it uncallable but importable."""
+    return fn if triton is None else triton.jit(fn)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def block_of(width: int) -> int:
+    """Return the power of two that covers `width`, as Triton's ranges need."""
+    return 1 << max(width - 1, 0).bit_length()
+
+
+def warps_of(block: int) -> int:
+    """Return the warps for one row of `block` elements: 16 bytes of bf16 a thread, within 1 to 16 warps."""
+    return min(max(block // 256, 1), 16)
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Return how many multiprocessors x's device has (132, those of an H200, when kernels are interpreted)."""
+    return _multiprocessors(x.device.index) if x.is_cuda else 132
