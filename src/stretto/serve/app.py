@@ -1,0 +1,188 @@
+"""One port for robots, probes and scrapers, as an ASGI app around a policy service.
+
+`/healthz` says that the process lives, `/readyz` and `/health` that a request sent now would be answered. Every
+WebSocket path that nothing else claims speaks openpi. The model never runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from stretto.serve.metadata import build_metadata
+from stretto.serve.metrics import CONTENT_TYPE, ServerMetrics
+from stretto.serve.options import ServerOptions
+from stretto.serve.request import ActionShape
+from stretto.serve.service import PolicyService
+from stretto.serve.session import PolicySession
+from stretto_client.codec import pack
+
+WATCH_S = 0.2
+log = logging.getLogger(__name__)
+
+
+class PolicyServer:
+    """What all connections of one server share."""
+
+    def __init__(self, service: PolicyService, options: ServerOptions) -> None:
+        self.service = service
+        self.options = options
+        self.metrics = ServerMetrics(service)
+        metadata = build_metadata(
+            service.metadata, max_message_bytes=options.max_message_bytes, ping_interval_s=options.ping_interval_s
+        )
+        self.metadata_frame = pack(metadata)
+        described = metadata["stretto"]
+        self.shape = ActionShape(described["action_horizon"], described["action_dim"])
+        self.max_message_bytes: int = described["max_message_bytes"]
+        self.decoders = ThreadPoolExecutor(2, thread_name_prefix="stretto-decode")
+        self.warmed = asyncio.Event()
+        self.warm_error: BaseException | None = None
+        self.on_warm: Callable[[float], None] | None = None
+        """Called on the event loop with the seconds that warming took."""
+        self._sessions: set[PolicySession] = set()
+        self._draining = False
+
+    @property
+    def state(self) -> str:
+        """`ready`, or what is in the way."""
+        if self.warm_error is not None:
+            return "the engine failed to start; the server's log has the details"
+        if self.service.dead is not None:
+            return f"the engine is dead: {self.service.dead}"
+        if self._draining:
+            return "shutting down"
+        if not self.warmed.is_set() or not self.service.ready:
+            return "warming up"
+        return "ready"
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Warm the service beside the open port, and watch over it."""
+        self._warm_in_background()
+        watcher = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            await self.drain(0.0)
+            await asyncio.to_thread(self.service.close)
+            self.decoders.shutdown(wait=False, cancel_futures=True)
+
+    def _warm_in_background(self) -> None:
+        loop = asyncio.get_running_loop()
+        started_s = time.monotonic()
+
+        def done(error: BaseException | None) -> None:
+            self.warm_error = error
+            self.warmed.set()
+            if error is None and self.on_warm is not None:
+                self.on_warm(time.monotonic() - started_s)
+
+        def warm() -> None:
+            error: BaseException | None = None
+            try:
+                self.service.warm()
+            except Exception as e:  # the edge of the process: reported by `run_server` and told to clients
+                log.exception("warming failed")
+                error = e
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(done, error)
+
+        # A daemon: interrupting a server that still warms must not wait for the warming to end.
+        threading.Thread(target=warm, name="stretto-warm", daemon=True).start()
+
+    async def _watch(self) -> None:
+        """End all sessions when the engine dies, also those that wait for no reply."""
+        while self.service.dead is None:
+            await asyncio.sleep(WATCH_S)
+        reason = self.state
+        log.error("%s; %d sessions end", reason, len(self._sessions))
+        await asyncio.gather(*(session.die(reason) for session in list(self._sessions)))
+
+    async def talk(self, socket: WebSocket) -> None:
+        """Serve one WebSocket connection, or refuse it with an HTTP status."""
+        refusal = self._refusal(socket)
+        if refusal is not None:
+            status, text = refusal
+            self.metrics.error(f"http_{status}")
+            await socket.send_denial_response(PlainTextResponse(text + "\n", status))
+            return
+        session = PolicySession(socket, self, secrets.token_hex(4))
+        self._sessions.add(session)
+        self.metrics.sessions.inc()
+        try:
+            await session.run()
+        finally:
+            self.metrics.sessions.dec()
+            self._sessions.discard(session)
+
+    def _refusal(self, socket: WebSocket) -> tuple[int, str] | None:
+        origin, key = socket.headers.get("origin"), self.options.api_key
+        if origin is not None and origin not in self.options.allowed_origins:
+            return 403, f"origin: got {origin}, expected no web page or one of {list(self.options.allowed_origins)}"
+        if key is not None:
+            given = socket.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Api-Key {key}".encode()):
+                got = "another value" if given else "nothing"
+                return 401, f"authorization: got {got}, expected 'Api-Key <key>' with this server's key"
+        if self._draining:
+            return 503, self.state
+        if len(self._sessions) >= self.options.max_sessions:
+            return 503, f"sessions: got one more, expected at most {self.options.max_sessions}"
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new sessions, let requests in flight end for up to `timeout_s`, and close every session."""
+        self._draining = True
+        await asyncio.gather(*(session.leave() for session in list(self._sessions)))
+        deadline_s = time.monotonic() + timeout_s
+        while self._sessions and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+
+
+def build_app(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """Build the ASGI app; the `PolicyServer` behind it is `app.state.server`.
+
+    `routes` are asked first, so they may claim paths of their own. Under a server other than `run_server`, turn off
+    message compression and the pong timeout there.
+
+    Raises:
+        ConfigError: if the service describes itself incompletely.
+    """
+    server = PolicyServer(service, options)
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("OK\n")
+
+    async def readyz(request: Request) -> Response:
+        state = server.state
+        return PlainTextResponse(state + "\n", 200 if state == "ready" else 503)
+
+    def metrics(request: Request) -> Response:  # not async, so that it runs in a thread
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE)
+
+    own = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/health", readyz),
+        Route("/metrics", metrics),
+        WebSocketRoute("/{path:path}", server.talk),
+    ]
+    app = Starlette(routes=[*routes, *own], lifespan=server.lifespan)
+    app.state.server = server
+    return app

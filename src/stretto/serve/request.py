@@ -1,0 +1,164 @@
+"""From the bytes of one request to an observation and its options: the `rt` extension, field by field.
+
+Shape legend: H action horizon, D action width, K steps of an action prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stretto.core.errors import FieldError
+from stretto.core.policy import RequestOptions
+from stretto_client.codec import CodecError, unpack
+
+RT = "rt"
+MAX_ID_CHARS = 128
+
+
+class MessageError(FieldError):
+    """A message does not hold what the protocol says; nothing was run and the session goes on."""
+
+    code = "bad_message"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer. Numbered by arrival until the client's own name for it has been read."""
+
+    payload: bytes
+    request_id: str
+    session_id: str
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActionShape:
+    """[H, D] of every reply of one policy."""
+
+    horizon: int
+    width: int
+
+
+def read_request(exchange: Exchange, shape: ActionShape) -> tuple[dict[str, Any], RequestOptions]:
+    """Decode one request; sets the names in `exchange` as soon as they are known, so that an error can carry them.
+
+    Raises:
+        MessageError: naming the field that cannot be read.
+    """
+    try:
+        observation = unpack(exchange.payload)
+    except CodecError as e:
+        raise MessageError(e.path, got=str(e).removeprefix(f"{e.path}: "), expected="the openpi msgpack dialect") from e
+    if not isinstance(observation, dict):
+        raise MessageError("message", got=type(observation).__name__, expected="a map of observation key -> value")
+    strange = [key for key in observation if not isinstance(key, str)]
+    if strange:
+        raise MessageError("message", got=f"the key {strange[0]!r}", expected="text keys")
+    if not observation.keys() - {RT}:
+        raise MessageError("message", got="no observation", expected="the keys listed in the metadata frame")
+    rt = observation.pop(RT, {})
+    return observation, _read_options(rt, exchange, shape)
+
+
+def _read_options(rt: object, exchange: Exchange, shape: ActionShape) -> RequestOptions:
+    if not isinstance(rt, dict):
+        raise MessageError(RT, got=type(rt).__name__, expected="a map")
+    if rt.get("request_id") is not None:
+        exchange.request_id = _name("rt.request_id", rt["request_id"])
+    unknown = [key for key in rt if key not in _FIELDS]
+    if unknown:
+        raise MessageError(RT, got=f"the key {unknown[0]!r}", expected=f"keys among {sorted(_FIELDS)}")
+    said = {key: _FIELDS[key](f"rt.{key}", value) for key, value in rt.items() if value is not None}
+    # A client that names a new session starts a new episode; stock clients have no other way to say so.
+    if said.get("session_id", exchange.session_id) != exchange.session_id:
+        exchange.session_id, said["reset"] = said["session_id"], True
+    prefix, noise = said.pop("prefix", None), said.pop("noise", None)
+    _check_prefix(prefix, said, shape)
+    if noise is not None and noise.shape[0] != shape.horizon:
+        raise MessageError("rt.noise", got=f"shape {list(noise.shape)}", expected=f"[{shape.horizon}, model width]")
+    said.pop("session_id", None)
+    said["request_id"] = exchange.request_id
+    return RequestOptions(**said, prefix_KD=prefix, noise_HD=noise)
+
+
+def _check_prefix(prefix: np.ndarray[Any, Any] | None, said: Mapping[str, Any], shape: ActionShape) -> None:
+    if (prefix is None) != ("delay_steps" not in said):
+        given, lacking = ("delay_steps", "prefix") if prefix is None else ("prefix", "delay_steps")
+        raise MessageError(f"rt.{lacking}", got="nothing", expected=f"a value, because rt.{given} is given")
+    if prefix is None:
+        return
+    if prefix.shape[1] != shape.width or not 1 <= prefix.shape[0] <= shape.horizon:
+        want = f"[1 to {shape.horizon}, {shape.width}]"
+        raise MessageError("rt.prefix", got=f"shape {list(prefix.shape)}", expected=want)
+    if said["delay_steps"] > prefix.shape[0]:
+        raise MessageError(
+            "rt.delay_steps", got=said["delay_steps"], expected=f"at most the {prefix.shape[0]} steps of rt.prefix"
+        )
+
+
+def _name(where: str, value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS or not value.isprintable():
+        raise MessageError(where, got=_short(value), expected=f"1 to {MAX_ID_CHARS} printable characters")
+    return value
+
+
+def _flag(where: str, value: object) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise MessageError(where, got=_short(value), expected="true or false")
+
+
+def _integer(low: int, high: int) -> Callable[[str, object], int]:
+    def read(where: str, value: object) -> int:
+        if isinstance(value, np.integer):
+            value = int(value)
+        if type(value) is not int or not low <= value <= high:
+            raise MessageError(where, got=_short(value), expected=f"an integer from {low} to {high}")
+        return value
+
+    return read
+
+
+def _duration(where: str, value: object) -> float:
+    if isinstance(value, (np.integer, np.floating)):
+        value = value.item()
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        raise MessageError(where, got=_short(value), expected="a positive, finite number of milliseconds")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _rows(where: str, value: object) -> np.ndarray[Any, Any]:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu" or value.ndim != 2:
+        got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, np.ndarray) else _short(value)
+        raise MessageError(where, got=got, expected="a real array with one row a step")
+    if not np.isfinite(value).all():
+        raise MessageError(where, got="NaN or infinity", expected="finite values")
+    return value
+
+
+def _short(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {list(value.shape)}"
+    text = f"{type(value).__name__} {value!r}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_FIELDS: Mapping[str, Callable[[str, object], Any]] = {
+    "request_id": _name,
+    "session_id": _name,
+    "reset": _flag,
+    "seed": _integer(0, 2**63 - 1),
+    "deadline_ms": _duration,
+    "priority": _integer(-100, 100),
+    "obs_time_ns": _integer(0, 2**63 - 1),
+    "executed_steps": _integer(0, 2**31),
+    "delay_steps": _integer(0, 2**31),
+    "prefix": _rows,
+    "noise": _rows,
+    "mode": _name,
+}

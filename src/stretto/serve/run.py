@@ -1,0 +1,225 @@
+"""Running the app: the port, the signals, and a server in a thread for tests and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.routing import BaseRoute
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import PayloadTooBig
+from websockets.frames import Frame, Opcode
+
+from stretto.serve.app import PolicyServer, build_app
+from stretto.serve.options import ServerOptions
+from stretto.serve.protocol import MessageTooBigError, error_text
+from stretto.serve.service import PolicyService
+
+DISCARD_S = 10.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+log = logging.getLogger(__name__)
+
+
+class PoliteSocket(WebSocketsSansIOProtocol):
+    """Tells the sender of an oversized message why, before the connection closes with 1009.
+
+    The size is refused by the frame's header. What the peer has still to send is read and thrown away: closing at once
+    would reset the connection under it, and the reason would be lost.
+    """
+
+    _refused = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
+    def handle_parser_exception(self) -> None:
+        error, closing = self.conn.parser_exc, self.conn.close_sent
+        if not isinstance(error, PayloadTooBig) or closing is None:
+            super().handle_parser_exception()
+            return
+        self._refused = True
+        told = error_text(MessageTooBigError((error.size or 0) + (error.current_size or 0), error.max_size), "-")
+        frame = Frame(Opcode.TEXT, told.encode()).serialize(mask=False)
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": closing.code, "reason": closing.reason})
+        self.stop_keepalive()
+        self.transport.write(frame + b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(DISCARD_S, self.transport.close)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self._refused:
+            raise ClientDisconnected()
+        await super().send(message)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn that drains sessions before it closes them, and stops when warming fails."""
+
+    def __init__(self, config: uvicorn.Config, policy: PolicyServer) -> None:
+        super().__init__(config)
+        self._policy = policy
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # `run_server` handles them, so that it can return instead of dying by the signal
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._policy.warm_error is not None or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await self._policy.drain(self._policy.options.drain_s)
+        await super().shutdown(sockets)
+
+    def stop(self) -> None:
+        """Stop after a drain; asked a second time, stop at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _bind(options: ServerOptions) -> socket.socket:
+    """Bind the port now, so that a taken port is an error before anything is loaded.
+
+    Accepted connections inherit the socket's options: a host that vanished is noticed by its network stack's silence,
+    while one that is only busy (a simulator holding its interpreter) is never closed for a late pong.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.dead_host_s * 1e3))
+        listener.bind((options.host, options.port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _prepare(
+    service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute]
+) -> tuple[_Uvicorn, PolicyServer, socket.socket]:
+    app = build_app(service, options, routes)
+    policy: PolicyServer = app.state.server
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws=PoliteSocket,
+        loop="asyncio",
+        lifespan="on",
+        ws_max_size=policy.max_message_bytes,
+        ws_ping_interval=options.ping_interval_s,
+        ws_ping_timeout=None,
+        ws_per_message_deflate=False,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    return _Uvicorn(config, policy), policy, _bind(options)
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def run_server(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute] = ()) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and return. Prints one line when requests can be answered.
+
+    Raises:
+        OSError: if the address cannot be bound.
+        ConfigError: if the service describes itself incompletely.
+        Exception: whatever `service.warm` raised, after clients were told.
+    """
+    server, policy, listener = _prepare(service, options, routes)
+    address, model = _address(listener), service.metadata["model"]
+    if options.host not in _LOOPBACK and options.api_key is None:
+        log.warning("listening on %s without an API key: whoever reaches this port can drive the policy", address)
+    policy.on_warm = lambda seconds: print(f"stretto: {model} ready on ws://{address} after {seconds:.1f} s", flush=True)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.stop)
+        await server.serve(sockets=[listener])
+
+    asyncio.run(serve())
+    if policy.warm_error is not None:
+        raise policy.warm_error
+
+
+class ServerThread:
+    """A server in a thread of this process: `with ServerThread(service) as server: connect(server.port)`.
+
+    By default on a free loopback port, and entered when requests can be answered.
+
+    Raises:
+        TimeoutError: on entry, if the service is not warm after `warm_timeout_s`.
+        Exception: on entry, whatever `service.warm` raised.
+    """
+
+    def __init__(
+        self,
+        service: PolicyService,
+        options: ServerOptions | None = None,
+        *,
+        routes: Sequence[BaseRoute] = (),
+        wait_ready: bool = True,
+        warm_timeout_s: float = 120.0,
+    ) -> None:
+        self.options = options or ServerOptions(port=0)
+        self._server, self.policy, self._listener = _prepare(service, self.options, routes)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self.url, self.http_url = f"ws://{_address(self._listener)}", f"http://{_address(self._listener)}"
+        self._ready = threading.Event()
+        self.policy.on_warm = lambda seconds: self._ready.set()
+        self._wait_ready, self._warm_timeout_s = wait_ready, warm_timeout_s
+        self._thread = threading.Thread(target=self._run, name="stretto-server", daemon=True)
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+
+    def wait_ready(self) -> None:
+        """Return when the service is warm."""
+        waited = 0.0
+        while not self._ready.wait(0.05):
+            waited += 0.05
+            if not self._thread.is_alive():
+                raise self.policy.warm_error or RuntimeError("the server thread ended before it was ready")
+            if waited > self._warm_timeout_s:
+                self.stop()
+                raise TimeoutError(f"the service was not warm after {self._warm_timeout_s} s")
+
+    def stop(self) -> None:
+        """Drain and stop; returns when the thread has ended."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        # Clients may connect from here on: they wait in the backlog until the loop runs.
+        self._listener.listen(2048)
+        self._thread.start()
+        if self._wait_ready:
+            self.wait_ready()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
