@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.split_attention import Keys, fits, split_attention
 
 
 def attention_reference(
@@ -69,10 +70,65 @@ def _masked(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, valid: Tensor, scale
 
 
 def _sdpa(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BNKd, v_BNKd))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+    """Pack the query heads of one KV head as rows, so that K and V are read once and every SDPA backend will do."""
+    batch, tokens, heads, _ = q_BTHd.shape
+    kv_heads = k_BNKd.shape[2]
+    group = heads // kv_heads
+    q = q_BTHd.unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3)
+    k, v = k_BNKd.transpose(1, 2), v_BNKd.transpose(1, 2)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = mask.repeat_interleave(group, dim=-2)
+    if mask is not None:
+        mask = mask.expand(batch, kv_heads, tokens * group, -1)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.unflatten(2, (tokens, group)).transpose(1, 2).flatten(2, 3)
 
 
-attention = FusedOp(attention_reference)
-prefix_attention = FusedOp(prefix_attention_reference)
+def attention_triton(
+    q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    return split_attention(q_BTHd, Keys(k_BNKd, v_BNKd, mask_BP=key_mask_BN), scale)
+
+
+def prefix_attention_triton(
+    q_BTHd: Tensor,
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    key_mask_BP: Tensor | None = None,
+    length_B: Tensor | None = None,
+    k_suffix_BTKd: Tensor | None = None,
+    v_suffix_BTKd: Tensor | None = None,
+    suffix_lead: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
+    return split_attention(q_BTHd, keys, scale)
+
+
+def _masked_call(
+    q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, scale: float | None = None
+) -> bool:
+    """Without a mask SDPA has faster kernels."""
+    return key_mask_BN is not None and fits(q_BTHd, k_BNKd, v_BNKd)
+
+
+def _arena_call(
+    q_BTHd: Tensor,
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    key_mask_BP: Tensor | None = None,
+    length_B: Tensor | None = None,
+    k_suffix_BTKd: Tensor | None = None,
+    v_suffix_BTKd: Tensor | None = None,
+    suffix_lead: int = 0,
+    scale: float | None = None,
+) -> bool:
+    return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd)
+
+
+attention = FusedOp(attention_reference, attention_triton, supports=_masked_call)
+prefix_attention = FusedOp(prefix_attention_reference, prefix_attention_triton, supports=_arena_call)
