@@ -47,7 +47,11 @@ class ToyModel:
             "code": TensorSpec((), "float64"),
         }
         self.state: Mapping[str, TensorSpec] = {}
+        self.conditions: Mapping[str, TensorSpec] = {}
         self.buckets = (Buckets("items", (2, 4, 8), {"items": 0}, ("encode",)),)
+
+    def state_key(self, visit: Visit) -> int:
+        return 0
 
     def expected(self, items: list[float], x: float) -> float:
         return x + sum(items) * sum(s + 1 for s in range(self.steps))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from stretto.core.route import Route, StageSpec, TensorSpec
+from stretto.core.route import Route, StageSpec, TensorSpec, Visit
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,6 +64,10 @@ class Rows(Protocol):
         """Return the static length chosen for this batch on a bucketed axis."""
         ...
 
+    def condition(self, row: int, name: str) -> tuple[int, Tensor]:
+        """Return (version, tensor) of a stream-scoped condition, as frozen when the row's chunk was admitted."""
+        ...
+
 
 @runtime_checkable
 class Stage(Protocol):
@@ -111,7 +115,15 @@ class Model(Protocol):
 
     @property
     def state(self) -> Mapping[str, TensorSpec]:
-        """Every state tensor, for one (stream, step)."""
+        """Every state tensor, for one stream and state key."""
+
+    @property
+    def conditions(self) -> Mapping[str, TensorSpec]:
+        """Tensors that belong to a stream and change rarely, such as a prompt's embedding."""
+
+    def state_key(self, visit: Visit) -> int:
+        """Return which of a stream's state slots a visit uses; visits of equal key share one."""
+        ...
 
     @property
     def buckets(self) -> tuple[Buckets, ...]: ...

@@ -11,8 +11,14 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from stretto.core.errors import RouteError
+
+
+Carry = Literal["same_visit", "whole_chunk"]
+"""What a chunk needs of the one before it: `same_visit`, the state left at the same visit, so chunks overlap; or
+`whole_chunk`, all of it (clean context), so a stream's chunks run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Route:
     visits: tuple[Visit, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    carry: Carry = "same_visit"
 
     def __post_init__(self) -> None:
         known = set(self.inputs)
@@ -141,23 +148,3 @@ class Route:
             raise RouteError("cut", got=bad, expected=f"visit indices between 1 and {len(self.visits) - 1}")
         edges = [0, *points, len(self.visits)]
         return tuple(Segment(a, b) for a, b in itertools.pairwise(edges))
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One segment of one chunk of one stream: the unit that is queued, batched and run."""
-
-    stream: int
-    chunk: int
-    segment: int
-    """Index into the placements of the stream's class."""
-
-
-def waits_for(task: Task, keeps_state: bool) -> tuple[Task, ...]:
-    """Return the tasks that must be done first: the chunk's previous segment, and the previous chunk's same segment."""
-    before = []
-    if task.segment > 0:
-        before.append(Task(task.stream, task.chunk, task.segment - 1))
-    if keeps_state and task.chunk > 0:
-        before.append(Task(task.stream, task.chunk - 1, task.segment))
-    return tuple(before)

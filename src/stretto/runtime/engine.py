@@ -10,16 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import StreamClosedError
+from stretto.core.errors import CapacityError, StreamClosedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
-from stretto.runtime.executor import Executor, Flow
+from stretto.runtime.executor import Executor
+from stretto.runtime.flow import Flow
+from stretto.runtime.residents import state_keys
 from stretto.runtime.timing import Stamp
 
 
@@ -70,19 +73,21 @@ class Engine:
     The model is bound to its device and its weights are loaded before it comes here.
     """
 
-    def __init__(self, model: Model, plan: Plan, *, slots: int | None = None) -> None:
+    def __init__(self, model: Model, plan: Plan, *, slots: int | None = None, state_slots: int = 0) -> None:
         plan.validate(model.route)
         self.model, self.plan = model, plan
         self._futures: dict[Flow, Future[Chunk]] = {}
         self._lock = threading.Lock()
         self._streams = itertools.count()
-        self._open: dict[int, Stream] = {}
         self._done: queue.SimpleQueue[tuple[Sequence[Flow], dict[str, Tensor], Stamp] | None] = queue.SimpleQueue()
         deepest = max(plan.batch_cap(d.name) for d in plan.devices)
         self.executors = {
-            d.name: Executor(model, plan, d.name, slots=slots or 2 * deepest, depart=self._depart, fail=self._fail)
+            d.name: Executor(
+                model, plan, d.name, slots=slots or 2 * deepest, state_slots=state_slots, depart=self._depart, fail=self._fail
+            )
             for d in plan.devices
         }
+        self._free_state = dict.fromkeys(self.executors, state_slots)
         self._finisher = threading.Thread(target=self._finish, name="engine finisher", daemon=True)
 
     def warm(self) -> None:
@@ -115,11 +120,21 @@ class Engine:
 
         Raises:
             PlanError: if the plan has no such class.
+            CapacityError: if a device has no room for its state.
         """
         name = stream_class or next(iter(self.plan.classes))
-        self.plan.placements(name)
+        placements = self.plan.placements(name)
         stream = Stream(self, next(self._streams), name, seed)
-        self._open[stream.id] = stream
+        need = {d: len(state_keys(self.model, placements, d)) for d in self.executors}
+        with self._lock:
+            short = [d for d, n in need.items() if n > self._free_state[d]]
+            if short:
+                free = self._free_state[short[0]]
+                raise CapacityError("state", f"{short[0]} has {free} of the {need[short[0]]} state slots that a stream needs")
+            for d, n in need.items():
+                self._free_state[d] -= n
+        for executor in self.executors.values():
+            executor.open_stream(stream.id, placements)
         return stream
 
     def close(self) -> None:
@@ -143,16 +158,30 @@ class Engine:
         executor = self.executors[placements[0].device]
         packed = executor.arenas.layout.pack(inputs, pin=executor.device.type == "cuda")
         future: Future[Chunk] = Future()
-        flow = Flow(stream.id, chunk, placements, seed, self.now_s, deadline_s, dict(lengths), packed)
+        flow = Flow(
+            stream.id,
+            chunk,
+            placements,
+            seed=seed,
+            submitted_s=self.now_s,
+            deadline_s=deadline_s,
+            lengths=dict(lengths),
+            packed=packed,
+        )
         with self._lock:
             self._futures[flow] = future
         executor.offer(flow)
         return future
 
     def _close_stream(self, stream: Stream) -> None:
-        self._open.pop(stream.id, None)
-        for executor in self.executors.values():
-            executor.cancel(stream.id)
+        placements = self.plan.placements(stream.stream_class)
+        for name, executor in self.executors.items():
+            slots = len(state_keys(self.model, placements, name))
+            executor.close_stream(stream.id, partial(self._freed, name, slots))
+
+    def _freed(self, device: str, slots: int) -> None:
+        with self._lock:
+            self._free_state[device] += slots
 
     def _depart(self, flows: Sequence[Flow], values: Mapping[str, Tensor]) -> None:
         ahead = [f for f in flows if f.at < len(f.placements)]

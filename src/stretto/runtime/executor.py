@@ -7,12 +7,10 @@ and departs with the values that live on: to the next device, or to the host whe
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,39 +19,15 @@ from stretto.core.errors import RefusedError, StreamClosedError, WorkerDiedError
 from stretto.core.model import Model, Row
 from stretto.core.plan import Placement, Plan
 from stretto.runtime.arena import Arenas
+from stretto.runtime.flow import Flow
 from stretto.runtime.program import Graphs, Member, Program, batch_buckets
+from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 
 log = logging.getLogger(__name__)
 
 _AHEAD = 2  # launches queued on the device before the host waits for the oldest
-
-
-@dataclass(eq=False, slots=True)
-class Flow:
-    """One chunk on its way, as the device that has it sees it."""
-
-    stream: int
-    chunk: int
-    placements: tuple[Placement, ...]
-    seed: int = 0
-    submitted_s: float = 0.0
-    deadline_s: float = math.inf
-    lengths: Mapping[str, int] = field(default_factory=dict)
-    packed: Tensor | None = None
-    """Route inputs of a chunk that starts here."""
-    values: Mapping[str, Tensor] | None = None
-    """Values that came with a chunk from another device."""
-    at: int = 0
-    slot: int = 0
-    ready_s: float = 0.0
-    started_s: float = math.inf
-    spans: list[tuple[str, Stamp, Stamp, int]] = field(default_factory=list)
-
-    @property
-    def placement(self) -> Placement:
-        return self.placements[self.at]
 
 
 Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
@@ -94,9 +68,9 @@ class Executor:
                         model, p.segment, self.arenas, mode=plan.mode, batch_buckets=batch_buckets(cap), graphs=self.graphs
                     )
         self._kinds = {signature: i for i, signature in enumerate(self._programs)}
+        self._residents = Residents(model, device_name, self.arenas.state_slots)
         self._wake = threading.Condition()
-        self._arrivals: deque[Flow] = deque()
-        self._cancelled: set[int] = set()
+        self._mail: deque[Callable[[], None]] = deque()
         self._waiting: list[Flow] = []
         self._running: Sequence[Flow] = ()
         self._arrived = 0
@@ -122,28 +96,49 @@ class Executor:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
-        for flow in [*self._arrivals, *self._waiting]:
+        self._drain()
+        for flow in self._waiting:
             self._fail(flow, StreamClosedError("the engine was closed"))
+        self._waiting.clear()
+
+    def open_stream(self, stream: int, placements: tuple[Placement, ...]) -> None:
+        """Make room for a stream's state here. The caller has checked that there is some."""
+        self._post(lambda: self._residents.open(stream, placements))
+
+    def close_stream(self, stream: int, closed: Callable[[], None]) -> None:
+        """Drop the stream's chunks that are here and free its state, then call `closed`.
+
+        A batch that is already launched runs to its end; the device's order of work makes the freed slots safe to reuse.
+        """
+
+        def close() -> None:
+            self._drop(stream)
+            self._residents.close(stream)
+            closed()
+
+        if not self._post(close):
+            closed()
+
+    def set_condition(self, stream: int, name: str, version: int, value: Tensor) -> None:
+        """Give a stream a new version of a condition; chunks that ask for it wait until it is here."""
+        self._post(lambda: self._residents.set_condition(stream, name, version, value.to(self.device)))
 
     def offer(self, flow: Flow) -> None:
         """Hand a chunk to this device; any thread."""
-        with self._wake:
-            alive = self.dead is None
-            if alive:
-                self._arrivals.append(flow)
-                self._wake.notify()
-        if not alive:
+        if not self._post(lambda: self._enqueue(flow)):
             self._fail(flow, self._death())
 
-    def cancel(self, stream: int) -> None:
-        """Drop the stream's chunks that are here; a batch that is already launched runs to its end."""
+    def _post(self, action: Callable[[], None]) -> bool:
         with self._wake:
-            self._cancelled.add(stream)
+            if self.dead is not None:
+                return False
+            self._mail.append(action)
             self._wake.notify()
+            return True
 
     @property
     def queue_depth(self) -> int:
-        return len(self._arrivals) + len(self._waiting)
+        return len(self._mail) + len(self._waiting)
 
     def _on_device(self) -> torch.cuda.device:
         return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
@@ -155,42 +150,43 @@ class Executor:
                     self._step()
         except Exception as error:  # the device's edge: whatever it was, the device is lost and its chunks must know
             log.exception("device %s is down", self.name)
+            self._drain()
             with self._wake:
                 self.dead = f"{type(error).__name__}: {error}"
-                lost = [*self._arrivals, *self._waiting, *self._running]
-                self._arrivals.clear()
-                self._waiting.clear()
-            for flow in lost:
+            self._drain()
+            for flow in [*self._waiting, *self._running]:
                 self._fail(flow, self._death())
+            self._waiting.clear()
 
     def _death(self) -> WorkerDiedError:
         return WorkerDiedError(f"device {self.name} is down: {self.dead}")
 
     def _accept(self) -> bool:
-        """Take in arrivals and cancellations; sleep while there is nothing to run. Returns False to stop."""
+        """Do what others asked for; sleep while there is nothing to run. Returns False to stop."""
         with self._wake:
-            while not (self._arrivals or self._waiting or self._stopping or self._cancelled):
+            while not (self._mail or self._stopping or self._ready()):
                 self._wake.wait()
             if self._stopping:
                 return False
-            arrived = list(self._arrivals)
-            self._arrivals.clear()
-            cancelled, self._cancelled = self._cancelled, set()
-        for flow in arrived:
-            self._enqueue(flow)
-        if cancelled:
-            self._drop(cancelled)
+        self._drain()
         return True
 
+    def _drain(self) -> None:
+        while self._mail:
+            self._mail.popleft()()
+
     def _enqueue(self, flow: Flow) -> None:
+        if flow.stream not in self._residents:
+            self._fail(flow, StreamClosedError("the stream was closed"))
+            return
         flow.ready_s = self._clock()
         self._keys[flow] = self._arrived
         self._arrived += 1
         self._waiting.append(flow)
 
-    def _drop(self, streams: set[int]) -> None:
-        dropped = [f for f in self._waiting if f.stream in streams]
-        self._waiting = [f for f in self._waiting if f.stream not in streams]
+    def _drop(self, stream: int) -> None:
+        dropped = [f for f in self._waiting if f.stream == stream]
+        self._waiting = [f for f in self._waiting if f.stream != stream]
         for flow in dropped:
             self._release(flow)
             self._fail(flow, StreamClosedError("the stream was closed"))
@@ -202,10 +198,12 @@ class Executor:
             flow.slot = 0
 
     def _ready(self) -> list[Flow]:
-        """Chunks that can run now: those that hold a slot, and as many new ones as slots are free."""
+        """Chunks that can run now: their turn has come, and they hold a slot or one is free for them."""
         free = self.arenas.slots.free
         ready = []
         for flow in self._waiting:
+            if not self._residents.may_run(flow.stream, flow.chunk, flow.at, flow.versions):
+                continue
             if flow.slot:
                 ready.append(flow)
             elif free:
@@ -247,6 +245,8 @@ class Executor:
         lengths = {axis: max(f.lengths[axis] for f in batch) for axis in batch[0].lengths}
         begin = Stamp(self.device)
         self._programs[signature].launch([self._member(f) for f in batch], lengths)
+        for flow in batch:
+            self._residents.pass_by(flow.stream, flow.at, flow.versions)
         end = Stamp(self.device)
         self._outstanding.append(end)
         for flow in batch:
@@ -265,7 +265,10 @@ class Executor:
         flow.values = None
 
     def _member(self, flow: Flow) -> Member:
-        return Member(Row(flow.stream, flow.chunk, 0, flow.slot, seed=flow.seed), flow.placement.segment.start)
+        segment = flow.placement.segment
+        row = Row(flow.stream, flow.chunk, 0, flow.slot, seed=flow.seed)
+        state_slots = self._residents.slots(flow.stream, segment)
+        return Member(row, segment.start, state_slots, self._residents.conditions(flow.stream, flow.versions))
 
     def _move_on(self, batch: Sequence[Flow]) -> None:
         leaving = []

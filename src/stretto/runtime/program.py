@@ -9,7 +9,7 @@ Control rows: [0] slot of each batch row; then for every visit of the segment it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -32,6 +32,7 @@ class Member:
     row: Row
     start: int
     state_slots: tuple[int, ...] = ()
+    conditions: Mapping[str, tuple[int, Tensor]] = field(default_factory=dict)
 
 
 class Graphs:
@@ -123,6 +124,7 @@ class Program:
             host=[m.row for m in members],
             steps=[[self._route.visits[m.start + i].step for m in members] for i in range(v)] if members else (),
             state_slots=[[m.state_slots[i] if m.state_slots else 0 for m in members] for i in range(v)] if members else (),
+            conditions=[m.conditions for m in members],
             buckets=self._buckets,
             lengths=lengths,
         )

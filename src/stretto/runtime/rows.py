@@ -28,6 +28,7 @@ class BatchRows:
         host: Sequence[Row] = (),
         steps: Sequence[Sequence[int]] = (),
         state_slots: Sequence[Sequence[int]] = (),
+        conditions: Sequence[Mapping[str, tuple[int, Tensor]]] = (),
         buckets: Sequence[Buckets] = (),
         lengths: Mapping[str, int] | None = None,
     ) -> None:
@@ -38,6 +39,7 @@ class BatchRows:
         self._rows = tuple(host)
         self._host_steps = steps
         self._host_state_slots = state_slots
+        self._conditions = conditions
         self._cuts = {name: (axis, b.axis) for b in buckets for name, axis in b.values.items()}
         self._lengths = dict(lengths or {})
         self._local: dict[str, Tensor] = {}
@@ -69,6 +71,9 @@ class BatchRows:
 
     def length(self, axis: str) -> int:
         return self._lengths[axis]
+
+    def condition(self, row: int, name: str) -> tuple[int, Tensor]:
+        return self._conditions[row][name]
 
     def arena(self, name: str) -> Tensor:
         return self._arenas[name]
