@@ -33,7 +33,7 @@ INSTRUCTIONS = MappingProxyType(
 )
 """Task -> what a person would tell the robot."""
 
-BASE_CAMERA, WRIST_CAMERA = "observation/image", "observation/wrist_image"
+BASE_CAMERA, WRIST_CAMERA, STATE = "observation/image", "observation/wrist_image", "observation/state"
 FRAME_SIZE = 320
 """Largest picture that `frame` can draw."""
 
@@ -108,7 +108,7 @@ class MetaWorld:
         return {
             BASE_CAMERA: self._render(base, self.image_size),
             WRIST_CAMERA: self._render(wrist, self.image_size),
-            "observation/state": self._full[:4].astype(np.float32),
+            STATE: self._full[:4].astype(np.float32),
             "prompt": self.instruction,
         }
 
@@ -130,7 +130,7 @@ class MetaWorld:
             warnings.simplefilter("ignore", UserWarning)
             # A copy: they also shift parts of what they are given in place.
             action = self._experts[task].get_action(self._full.copy())
-        return np.clip(action, -1.0, 1.0).astype(np.float32)
+        return np.asarray(np.clip(action, -1.0, 1.0), np.float32)
 
     def close(self) -> None:
         if self._renderer is not None:
