@@ -5,34 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from stretto.core.model import Model, Row
 from torch import Tensor
+
+from stretto.core.model import Model, Row
+from stretto.core.route import TensorSpec, Visit
 
 
 class DictRows:
     """Rows of one batch over arenas of their own; row i is in slot i + 1, and `padding` more rows share slot 0."""
 
-    def __init__(self, model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None):
-        self.model = model
-        real = next(iter(inputs.values())).shape[0]
-        slots = [*range(1, real + 1), *[0] * padding]
-        self.slots_B = torch.tensor(slots)
-        self.state_slots_B = self.slots_B
-        self.steps_B = torch.zeros(len(slots), dtype=torch.int64)
+    def __init__(
+        self, model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+    ) -> None:
+        self.model, self.real = model, next(iter(inputs.values())).shape[0]
+        self.slots_B = torch.tensor([*range(1, self.real + 1), *[0] * padding])
+        self.chunk, self.steps_B, self.state_slots_B = 0, torch.zeros_like(self.slots_B), torch.zeros_like(self.slots_B)
+        self._keys = 1 + max(model.state_key(v) for v in model.route.visits)
         self._lengths = {b.axis: (lengths or {}).get(b.axis, b.lengths[-1]) for b in model.buckets}
         self._cut = {name: (axis, b.axis) for b in model.buckets for name, axis in b.values.items()}
-        specs = {**model.values, **model.state}
-        self._arenas = {n: torch.zeros(real + 1, *s.shape, dtype=getattr(torch, s.dtype)) for n, s in specs.items()}
+        self._arenas = {n: zeros(1 + self.real, spec) for n, spec in model.values.items()}
+        self._arenas |= {n: zeros(1 + self.real * self._keys, spec) for n, spec in model.state.items()}
         for name, value in inputs.items():
             self._arenas[name][1:] = value
+
+    def enter(self, visit: Visit) -> None:
+        self.steps_B = torch.full_like(self.slots_B, visit.step)
+        slots = (self.slots_B - 1) * self._keys + self.model.state_key(visit) + 1
+        self.state_slots_B = torch.where(self.slots_B > 0, slots, 0)
 
     @property
     def size(self) -> int:
         return len(self.slots_B)
 
     @property
+    def chunks_B(self) -> Tensor:
+        return torch.full_like(self.slots_B, self.chunk)
+
+    @property
     def host(self) -> Sequence[Row]:
-        return [Row(i, 0, int(self.steps_B[i]), int(s)) for i, s in enumerate(self.slots_B) if s]
+        rows = zip(self.slots_B.tolist(), self.steps_B.tolist(), self.state_slots_B.tolist(), strict=True)
+        return [Row(slot, self.chunk, step, slot, state_slot) for slot, step, state_slot in rows if slot]
 
     def get(self, name: str) -> Tensor:
         value = self._arenas[name][self.slots_B]
@@ -53,16 +65,41 @@ class DictRows:
     def length(self, axis: str) -> int:
         return self._lengths[axis]
 
+    def condition(self, row: int, name: str) -> tuple[int, Tensor]:
+        spec = self.model.conditions[name]
+        return 1, torch.randn(spec.shape, generator=torch.Generator().manual_seed(row)).to(getattr(torch, spec.dtype))
 
-def run_route(model: Model, inputs: Mapping[str, Tensor], **options: object) -> DictRows:
+
+def zeros(slots: int, spec: TensorSpec) -> Tensor:
+    return torch.zeros(slots, *spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def inputs_for(model: Model, batch: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return the model's own example inputs, or random ones by declared shape and dtype."""
+    if hasattr(model, "example_inputs"):
+        inputs: dict[str, Tensor] = model.example_inputs(batch, seed)
+        return inputs
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name in model.route.inputs:
+        value = zeros(batch, model.values[name])
+        made[name] = torch.randn(value.shape, generator=generator).to(value.dtype) if value.is_floating_point() else value
+    return made
+
+
+def run_route(
+    model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+) -> DictRows:
     """Run every visit of the route and return the rows, whose arenas hold all values."""
-    rows = DictRows(model, inputs, **options)  # type: ignore[arg-type]
+    rows = DictRows(model, inputs, padding=padding, lengths=lengths)
     for visit in model.route.visits:
-        rows.steps_B = torch.full_like(rows.steps_B, visit.step)
+        rows.enter(visit)
         model.stages[visit.stage].run(rows)
     return rows
 
 
-def outputs(model: Model, inputs: Mapping[str, Tensor], **options: object) -> Tensor:
+def outputs(
+    model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+) -> Tensor:
     """Return the route's first output for every real row."""
-    return run_route(model, inputs, **options).arena(model.route.outputs[0])[1:]
+    return run_route(model, inputs, padding=padding, lengths=lengths).arena(model.route.outputs[0])[1:]

@@ -148,6 +148,13 @@ class Pi0Model:
     def state(self) -> Mapping[str, TensorSpec]:
         return {}
 
+    @property
+    def conditions(self) -> Mapping[str, TensorSpec]:
+        return {}
+
+    def state_key(self, visit: Visit) -> int:
+        return 0  # no stage keeps state
+
     @cached_property
     def buckets(self) -> tuple[Buckets, ...]:
         return (Buckets("prompt", self.config.prompt_buckets, {"tokens": 0}, ("prefix",)),)
@@ -194,7 +201,7 @@ def build(
         ConfigError: if dtype or pixels is none of the known ones.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in DTYPES.values():
+    if chosen is None or chosen not in DTYPES.values():
         raise ConfigError("dtype", got=dtype, expected=f"one of {sorted(DTYPES)}")
     if pixels not in ("uint8", "float32"):
         raise ConfigError("pixels", got=repr(pixels), expected="uint8 or float32")

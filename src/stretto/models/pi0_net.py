@@ -97,7 +97,7 @@ class VisionTower(nn.Module):
             x, residual = add_layer_norm(block.attend(x), residual, block.norm2.weight, block.norm2.bias, self.eps)
             x, residual = add_layer_norm(block.mlp(x), residual, after.weight, after.bias, self.eps)
         tokens: Tensor = self.project(x)
-        return tokens.unflatten(0, (batch, -1)).flatten(1, 2)
+        return tokens.reshape(batch, -1, tokens.shape[-1])
 
 
 class GemmaBlock(nn.Module):
