@@ -1,24 +1,27 @@
 """The engine on a toy model: batching, cutting, closing and failing must not change what a stream gets."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import ToyModel
+from toy import CarryModel, ToyModel
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import FieldError, PlanError, StreamClosedError, WorkerDiedError
+from stretto.core.errors import CapacityError, FieldError, PlanError, StreamClosedError, WorkerDiedError
 from stretto.core.plan import Device, Placement, Plan, whole
 from stretto.runtime.engine import Engine, Stream
 
+CHUNKS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=5)
 ITEMS = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=8)
 
 
 def plan_with_cuts(
-    model: ToyModel, cuts: set[int], cap: int, devices: int = 1, dispatch: str = "earliest_deadline_first"
+    model: ToyModel | CarryModel, cuts: set[int], cap: int, devices: int = 1, dispatch: str = "earliest_deadline_first"
 ) -> Plan:
     segments = model.route.cut(cuts)
     names = [f"cpu:{i}" for i in range(devices)]
@@ -158,3 +161,55 @@ def test_a_plan_that_does_not_cover_the_route_is_refused_with_the_place() -> Non
     plan = Plan("test", (Device("cpu:0"),), {"default": (Placement(model.route.cut([2])[0], "cpu:0"),)})
     with pytest.raises(PlanError, match="2 visits placed"):
         Engine(model, plan)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    streams=st.lists(
+        st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=5), min_size=1, max_size=3
+    ),
+    cuts=st.sets(st.integers(1, 5)),
+    cap=st.integers(1, 4),
+    devices=st.integers(1, 3),
+    dispatch=st.sampled_from(["earliest_deadline_first", "fill_first", "first_come_first_served"]),
+)
+def test_overlapping_chunks_of_interleaved_streams_equal_the_serial_run(
+    streams: list[list[tuple[int, int]]], cuts: set[int], cap: int, devices: int, dispatch: str
+) -> None:
+    model = CarryModel(steps=2, blocks=3)
+    engine = Engine(model, plan_with_cuts(model, cuts, cap, devices, dispatch), streams=3)  # type: ignore[arg-type]
+    engine.warm()
+    try:
+        opened = [engine.open() for _ in streams]
+        futures: list[list[Future[Chunk]]] = [[] for _ in streams]
+        for i in range(max(map(len, streams))):
+            for stream, chunks, collected in zip(opened, streams, futures, strict=True):
+                if i < len(chunks):
+                    stream.set_condition("prompt", torch.tensor(float(chunks[i][1]), dtype=torch.float64))
+                    collected.append(stream.submit({"x": np.asarray(float(chunks[i][0]))}))
+        for chunks, collected in zip(streams, futures, strict=True):
+            expected = model.serial([float(x) for x, _ in chunks], [float(p) for _, p in chunks])
+            assert [float(f.result(20).outputs["x"]) for f in collected] == expected
+    finally:
+        engine.close()
+
+
+def test_a_stream_without_room_for_its_state_is_refused_until_another_closes() -> None:
+    model = CarryModel()
+    engine = Engine(model, whole(model.route, "cpu:0"), streams=1)  # type: ignore[arg-type]
+    engine.warm()
+    try:
+        first = engine.open()
+        with pytest.raises(CapacityError, match="state slots"):
+            engine.open()
+        first.close()
+        for _ in range(100):
+            try:
+                second = engine.open()
+                break
+            except CapacityError:
+                threading.Event().wait(0.01)
+        second.set_condition("prompt", torch.tensor(0.0, dtype=torch.float64))
+        assert float(second.submit({"x": np.asarray(1.0)}).result(5).outputs["x"]) == model.serial([1.0], [0.0])[0]
+    finally:
+        engine.close()

@@ -79,6 +79,17 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StateKey:
+    """One state slot of a stream: the pool it comes from, and which of the stream's slots in that pool.
+
+    Stages whose slots are counted differently (rings a denoise step, decoder caches a stream) use different pools.
+    """
+
+    pool: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """An axis whose length differs between requests; graphs exist for these lengths only.
 
@@ -115,15 +126,22 @@ class Model(Protocol):
 
     @property
     def state(self) -> Mapping[str, TensorSpec]:
-        """Every state tensor, for one stream and state key."""
+        """Every state tensor, for one state slot."""
 
     @property
     def conditions(self) -> Mapping[str, TensorSpec]:
         """Tensors that belong to a stream and change rarely, such as a prompt's embedding."""
 
-    def state_key(self, visit: Visit) -> int:
-        """Return which of a stream's state slots a visit uses; visits of equal key share one."""
-        ...
-
     @property
     def buckets(self) -> tuple[Buckets, ...]: ...
+    def state_key(self, visit: Visit) -> StateKey | None:
+        """Return which of a stream's state slots a visit uses; None if its stage keeps no state."""
+        ...
+
+    def carry(self, visit: Visit) -> Visit | None:
+        """Return the visit of the previous chunk that must be done before this one; None if there is none.
+
+        The same visit where chunks overlap (state at the same denoise step); a later one where a chunk needs more of its
+        predecessor, up to all of it. Both use the same state, so they run on the same device.
+        """
+        ...

@@ -11,14 +11,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from stretto.core.errors import RouteError
-
-
-Carry = Literal["same_visit", "whole_chunk"]
-"""What a chunk needs of the one before it: `same_visit`, the state left at the same visit, so chunks overlap; or
-`whole_chunk`, all of it (clean context), so a stream's chunks run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,6 @@ class Route:
     visits: tuple[Visit, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    carry: Carry = "same_visit"
 
     def __post_init__(self) -> None:
         known = set(self.inputs)
@@ -111,13 +104,15 @@ class Route:
     def whole(self) -> Segment:
         return Segment(0, len(self.visits))
 
+    def on(self, segment: Segment) -> tuple[Visit, ...]:
+        return self.visits[segment.start : segment.stop]
+
     def keeps_state(self, segment: Segment) -> bool:
-        """Tell whether the segment must wait for the same visits of the stream's previous chunk."""
-        return any(self.stages[v.stage].state for v in self.visits[segment.start : segment.stop])
+        return any(self.stages[v.stage].state for v in self.on(segment))
 
     def signature(self, segment: Segment) -> tuple[str, ...]:
         """Return the stages the segment runs; segments of equal signature on one device can share a batch."""
-        return tuple(v.stage for v in self.visits[segment.start : segment.stop])
+        return tuple(v.stage for v in self.on(segment))
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """Return the values alive at the cut before visit `cut`: known by then, and read there or later (or an output)."""

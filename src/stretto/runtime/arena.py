@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import CapacityError, FieldError
-from stretto.core.route import Route, TensorSpec
+from stretto.core.route import TensorSpec
 
 _ALIGN = 16
 
@@ -94,24 +94,30 @@ class Arenas:
 
     def __init__(
         self,
-        route: Route,
+        inputs: Mapping[str, TensorSpec],
         values: Mapping[str, TensorSpec],
-        state: Mapping[str, TensorSpec],
+        state: Mapping[str, Mapping[str, TensorSpec]],
         *,
         device: torch.device,
         slots: int,
-        state_slots: int = 0,
+        state_slots: Mapping[str, int] | None = None,
     ) -> None:
+        """Allocate everything.
+
+        Args:
+            inputs: route inputs, packed; `values`: all other values that this device sees.
+            state: state tensors by the pool whose slots index them, with `state_slots` of each pool.
+        """
         self.device = device
         self.slots = SlotPool(slots, "chunk slots")
-        self.state_slots = SlotPool(state_slots, "state slots")
-        self.layout = InputLayout.of({name: values[name] for name in route.inputs})
+        counts = state_slots or {}
+        self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots") for pool in state}
+        self.layout = InputLayout.of(inputs)
         self._packed = torch.zeros(slots + 1, self.layout.row_bytes, dtype=torch.uint8, device=device)
-        self._tensors: dict[str, Tensor] = {}
-        for name, spec in values.items():
-            self._tensors[name] = self._input_view(name) if name in self.layout.specs else self._zeros(slots, spec)
-        for name, spec in state.items():
-            self._tensors[name] = self._zeros(state_slots, spec)
+        self._tensors = {name: self._input_view(name) for name in inputs}
+        self._tensors |= {name: self._zeros(slots, spec) for name, spec in values.items()}
+        for pool, specs in state.items():
+            self._tensors |= {name: self._zeros(counts.get(pool, 0), spec) for name, spec in specs.items()}
 
     def _zeros(self, slots: int, spec: TensorSpec) -> Tensor:
         return torch.zeros((slots + 1, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)

@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import CapacityError, StreamClosedError
+from stretto.core.errors import CapacityError, FieldError, StreamClosedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
 from stretto.runtime.executor import Executor
 from stretto.runtime.flow import Flow
-from stretto.runtime.residents import state_keys
+from stretto.runtime.layout import slots_per_stream, state_slots
 from stretto.runtime.timing import Stamp
 
 
@@ -35,7 +36,14 @@ class Stream:
     stream_class: str
     seed: int
     _chunks: itertools.count[int] = field(default_factory=itertools.count)
+    _versions: dict[str, int] = field(default_factory=dict)
     closed: bool = False
+
+    def set_condition(self, name: str, value: Tensor) -> int:
+        """Change a condition, such as the prompt, for the chunks submitted from now on. Returns its version."""
+        self._versions[name] = self._versions.get(name, -1) + 1
+        self.engine._set_condition(self, name, self._versions[name], value)
+        return self._versions[name]
 
     def submit(
         self,
@@ -56,9 +64,8 @@ class Stream:
         """
         if self.closed:
             raise StreamClosedError("the stream was closed")
-        return self.engine._submit(
-            self, next(self._chunks), inputs, lengths or {}, self.seed if seed is None else seed, deadline_s
-        )
+        seed = self.seed if seed is None else seed
+        return self.engine._submit(self, next(self._chunks), inputs, lengths or {}, seed, deadline_s, dict(self._versions))
 
     def close(self) -> None:
         """Drop queued chunks; their futures raise StreamClosedError. Safe to call twice."""
@@ -73,7 +80,7 @@ class Engine:
     The model is bound to its device and its weights are loaded before it comes here.
     """
 
-    def __init__(self, model: Model, plan: Plan, *, slots: int | None = None, state_slots: int = 0) -> None:
+    def __init__(self, model: Model, plan: Plan, *, slots: int | None = None, streams: int = 64) -> None:
         plan.validate(model.route)
         self.model, self.plan = model, plan
         self._futures: dict[Flow, Future[Chunk]] = {}
@@ -83,11 +90,11 @@ class Engine:
         deepest = max(plan.batch_cap(d.name) for d in plan.devices)
         self.executors = {
             d.name: Executor(
-                model, plan, d.name, slots=slots or 2 * deepest, state_slots=state_slots, depart=self._depart, fail=self._fail
+                model, plan, d.name, slots=slots or 2 * deepest, streams=streams, depart=self._depart, fail=self._fail
             )
             for d in plan.devices
         }
-        self._free_state = dict.fromkeys(self.executors, state_slots)
+        self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
         self._finisher = threading.Thread(target=self._finish, name="engine finisher", daemon=True)
 
     def warm(self) -> None:
@@ -125,14 +132,15 @@ class Engine:
         name = stream_class or next(iter(self.plan.classes))
         placements = self.plan.placements(name)
         stream = Stream(self, next(self._streams), name, seed)
-        need = {d: len(state_keys(self.model, placements, d)) for d in self.executors}
+        need = {d: Counter(slots_per_stream(self.model, placements, d)) for d in self.executors}
         with self._lock:
-            short = [d for d, n in need.items() if n > self._free_state[d]]
-            if short:
-                free = self._free_state[short[0]]
-                raise CapacityError("state", f"{short[0]} has {free} of the {need[short[0]]} state slots that a stream needs")
-            for d, n in need.items():
-                self._free_state[d] -= n
+            for d, wanted in need.items():
+                if not wanted <= self._free_state[d]:
+                    raise CapacityError(
+                        "state", f"{d} has {dict(self._free_state[d])} state slots free, a stream needs {dict(wanted)}"
+                    )
+            for d, wanted in need.items():
+                self._free_state[d].subtract(wanted)
         for executor in self.executors.values():
             executor.open_stream(stream.id, placements)
         return stream
@@ -153,6 +161,7 @@ class Engine:
         lengths: Mapping[str, int],
         seed: int,
         deadline_s: float,
+        versions: Mapping[str, int],
     ) -> Future[Chunk]:
         placements = self.plan.placements(stream.stream_class)
         executor = self.executors[placements[0].device]
@@ -166,6 +175,7 @@ class Engine:
             submitted_s=self.now_s,
             deadline_s=deadline_s,
             lengths=dict(lengths),
+            versions=versions,
             packed=packed,
         )
         with self._lock:
@@ -173,15 +183,23 @@ class Engine:
         executor.offer(flow)
         return future
 
+    def _set_condition(self, stream: Stream, name: str, version: int, value: Tensor) -> None:
+        spec = self.model.conditions.get(name)
+        if spec is None or tuple(value.shape) != spec.shape:
+            expected = f"one of { {n: list(s.shape) for n, s in self.model.conditions.items()} }"
+            raise FieldError("condition", got=f"{name} {list(value.shape)}", expected=expected)
+        for executor in self.executors.values():
+            executor.set_condition(stream.id, name, version, value)
+
     def _close_stream(self, stream: Stream) -> None:
         placements = self.plan.placements(stream.stream_class)
         for name, executor in self.executors.items():
-            slots = len(state_keys(self.model, placements, name))
+            slots = slots_per_stream(self.model, placements, name)
             executor.close_stream(stream.id, partial(self._freed, name, slots))
 
-    def _freed(self, device: str, slots: int) -> None:
+    def _freed(self, device: str, slots: Mapping[str, int]) -> None:
         with self._lock:
-            self._free_state[device] += slots
+            self._free_state[device].update(slots)
 
     def _depart(self, flows: Sequence[Flow], values: Mapping[str, Tensor]) -> None:
         ahead = [f for f in flows if f.at < len(f.placements)]

@@ -18,8 +18,8 @@ from torch import Tensor
 from stretto.core.errors import RefusedError, StreamClosedError, WorkerDiedError
 from stretto.core.model import Model, Row
 from stretto.core.plan import Placement, Plan
-from stretto.runtime.arena import Arenas
 from stretto.runtime.flow import Flow
+from stretto.runtime.layout import arenas_for
 from stretto.runtime.program import Graphs, Member, Program, batch_buckets
 from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
@@ -45,7 +45,7 @@ class Executor:
         device_name: str,
         *,
         slots: int,
-        state_slots: int = 0,
+        streams: int = 1,
         depart: Depart,
         fail: Fail,
         clock: Callable[[], float] = time.monotonic,
@@ -57,7 +57,7 @@ class Executor:
         self._policy: DispatchPolicy = policy(plan.dispatch)
         cap = plan.batch_cap(device_name)
         self._limits = Limits(batch_cap=cap)
-        self.arenas = Arenas(model.route, model.values, model.state, device=self.device, slots=slots, state_slots=state_slots)
+        self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams)
         self.graphs = Graphs() if plan.mode == "graph" else None
         self._programs: dict[tuple[str, ...], Program] = {}
         for placements in plan.classes.values():
@@ -246,7 +246,8 @@ class Executor:
         begin = Stamp(self.device)
         self._programs[signature].launch([self._member(f) for f in batch], lengths)
         for flow in batch:
-            self._residents.pass_by(flow.stream, flow.at, flow.versions)
+            last = all(p.device != self.name for p in flow.placements[flow.at + 1 :])
+            self._residents.pass_by(flow.stream, flow.chunk, flow.at, flow.versions, last=last)
         end = Stamp(self.device)
         self._outstanding.append(end)
         for flow in batch:

@@ -1,0 +1,66 @@
+"""What a plan puts on a device: the values that pass there, and the state of the stages that run there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from stretto.core.model import Model
+from stretto.core.plan import Placement, Plan
+from stretto.core.route import TensorSpec
+from stretto.runtime.arena import Arenas
+from stretto.runtime.residents import state_keys
+
+
+def placed_on(plan: Plan, device: str) -> list[Placement]:
+    return [p for placements in plan.classes.values() for p in placements if p.device == device]
+
+
+def values_on(model: Model, plan: Plan, device: str) -> set[str]:
+    """Return the values that some chunk reads, writes, brings or takes away on a device."""
+    names: set[str] = set()
+    for p in placed_on(plan, device):
+        names.update(model.route.crossing(p.segment.start), model.route.crossing(p.segment.stop))
+        for visit in model.route.on(p.segment):
+            spec = model.route.stages[visit.stage]
+            names.update(spec.reads, spec.writes)
+    return names
+
+
+def state_on(model: Model, plan: Plan, device: str) -> dict[str, dict[str, TensorSpec]]:
+    """Return the state tensors of the stages on a device, by the pool whose slots index them."""
+    pools: dict[str, dict[str, TensorSpec]] = {}
+    for p in placed_on(plan, device):
+        for visit in model.route.on(p.segment):
+            key = model.state_key(visit)
+            for name in model.route.stages[visit.stage].state if key else ():
+                pools.setdefault(key.pool, {})[name] = model.state[name]  # type: ignore[union-attr]
+    return pools
+
+
+def slots_per_stream(model: Model, placements: tuple[Placement, ...], device: str) -> dict[str, int]:
+    """Return how many slots of each pool one stream takes on a device."""
+    counts: dict[str, int] = {}
+    for key in state_keys(model, placements, device):
+        counts[key.pool] = counts.get(key.pool, 0) + 1
+    return counts
+
+
+def state_slots(model: Model, plan: Plan, device: str, streams: int) -> Mapping[str, int]:
+    """Return the slots of each pool for this many streams of the plan's most demanding class."""
+    counts: dict[str, int] = {}
+    for placements in plan.classes.values():
+        for pool, n in slots_per_stream(model, placements, device).items():
+            counts[pool] = max(counts.get(pool, 0), n * streams)
+    return counts
+
+
+def arenas_for(model: Model, plan: Plan, name: str, device: torch.device, *, slots: int, streams: int) -> Arenas:
+    """Allocate a device's share of a plan: `slots` chunks at a time, state for `streams` streams."""
+    here = values_on(model, plan, name)
+    starts = any(p.segment.start == 0 for p in placed_on(plan, name))
+    inputs = {n: model.values[n] for n in model.route.inputs} if starts else {}
+    values = {n: model.values[n] for n in sorted(here) if n not in inputs}
+    counts = state_slots(model, plan, name, streams)
+    return Arenas(inputs, values, state_on(model, plan, name), device=device, slots=slots, state_slots=counts)
