@@ -55,7 +55,9 @@ class DictRows:
 
     def put(self, name: str, value: Tensor) -> None:
         arena = self._arenas[name]
-        assert value.shape == (self.size, *arena.shape[1:]), f"{name}: got {list(value.shape)}, declared {list(arena.shape[1:])}"
+        assert value.shape == (self.size, *arena.shape[1:]), (
+            f"{name}: got {list(value.shape)}, declared {list(arena.shape[1:])}"
+        )
         assert value.dtype == arena.dtype, f"{name}: got {value.dtype}, declared {arena.dtype}"
         arena[self.slots_B] = value
 

@@ -56,7 +56,7 @@ def randomize(net: Pi0Net, seed: int) -> None:
     """
     for name, view in weight_map(net).views.items():
         generator = torch.Generator(device=view.device)
-        generator.manual_seed(seed << 32 | zlib.crc32(name.encode()))
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         values = torch.randn(view.shape, generator=generator, device=view.device, dtype=view.dtype)
         spread, centre = _scale(name, view)
         view.copy_(values.mul_(spread).add_(centre))
