@@ -20,7 +20,8 @@ class DictRows:
         self.model, self.real = model, next(iter(inputs.values())).shape[0]
         self.slots_B = torch.tensor([*range(1, self.real + 1), *[0] * padding])
         self.chunk, self.steps_B, self.state_slots_B = 0, torch.zeros_like(self.slots_B), torch.zeros_like(self.slots_B)
-        self._keys = 1 + max(model.state_key(v) for v in model.route.visits)
+        keys = [key for v in model.route.visits if (key := model.state_key(v))]
+        self._keys = 1 + max((key.index for key in keys), default=0)
         self._lengths = {b.axis: (lengths or {}).get(b.axis, b.lengths[-1]) for b in model.buckets}
         self._cut = {name: (axis, b.axis) for b in model.buckets for name, axis in b.values.items()}
         self._arenas = {n: zeros(1 + self.real, spec) for n, spec in model.values.items()}
@@ -30,7 +31,8 @@ class DictRows:
 
     def enter(self, visit: Visit) -> None:
         self.steps_B = torch.full_like(self.slots_B, visit.step)
-        slots = (self.slots_B - 1) * self._keys + self.model.state_key(visit) + 1
+        key = self.model.state_key(visit)
+        slots = (self.slots_B - 1) * self._keys + 1 + (key.index if key else 0)
         self.state_slots_B = torch.where(self.slots_B > 0, slots, 0)
 
     @property

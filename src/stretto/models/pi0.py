@@ -152,8 +152,11 @@ class Pi0Model:
     def conditions(self) -> Mapping[str, TensorSpec]:
         return {}
 
-    def state_key(self, visit: Visit) -> int:
-        return 0  # no stage keeps state
+    def state_key(self, visit: Visit) -> None:
+        return None
+
+    def carry(self, visit: Visit) -> None:
+        return None
 
     @cached_property
     def buckets(self) -> tuple[Buckets, ...]:
