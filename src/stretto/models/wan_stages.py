@@ -1,0 +1,232 @@
+"""The stages of a chunk's route: embed, one stage a block, head.
+
+Shape legend: B rows, F frames of a chunk, T tokens of a frame, N = F T tokens, D width, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stretto.core.model import Row, Rows
+from stretto.core.route import StageSpec
+from stretto.layers.kernels import (
+    gated_add,
+    gated_add_layer_norm,
+    gated_add_modulated_layer_norm,
+    layer_norm,
+    modulated_layer_norm,
+    rope_3d,
+)
+from stretto.models.wan_config import WanConfig
+from stretto.models.wan_net import ActionAdapter, Block, WanNet
+from stretto.models.wan_noise import normal, step_keys
+from stretto.models.wan_ring import Ring, attend_slots, write_pages
+
+CONTEXT = "context"
+FIRST_FRAME = "first_frame"
+NOISE_KEY = "noise_key"
+
+
+class WorldRows(Rows, Protocol):
+    """What the stages of a world model need of a batch beyond `Rows`."""
+
+    @property
+    def chunks_B(self) -> Tensor: ...  # int64, on the device
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What all stages of one visit derive from the rows: where the chunk is, and how noisy each frame is."""
+
+    frame_start_B: Tensor
+    pages: Tensor
+    levels_BF: Tensor
+    slots: tuple[int, ...]
+    valid: tuple[int, ...]
+
+
+class Clocks:
+    """Makes the clock of a batch once a denoise step, not once a block."""
+
+    def __init__(self, config: WanConfig) -> None:
+        self.config = config
+        self.ring = Ring(config.window_frames, config.sink_frames, config.frames_per_chunk)
+        self._made: WeakKeyDictionary[Rows, dict[Hashable, Clock]] = WeakKeyDictionary()
+
+    def of(self, rows: WorldRows) -> Clock:
+        host = rows.host
+        key = (rows.size, *((row.chunk, row.step, row.state_slot) for row in host))
+        made = self._made.setdefault(rows, {})
+        if key not in made:
+            made[key] = self._make(rows, host)
+        return made[key]
+
+    def _make(self, rows: WorldRows, host: Sequence[Row]) -> Clock:
+        config = self.config
+        # Every step past the last denoise step runs at the level of the clean pass.
+        levels = rows.steps_B.clamp(max=config.policy.clean_step)[:, None].expand(-1, config.frames_per_chunk)
+        pinned = pinned_rows(config, rows, host)
+        if pinned:
+            levels = levels.clone()
+            levels[pinned, 0] = config.policy.clean_step + 1
+        return Clock(
+            rows.chunks_B * config.frames_per_chunk,
+            self.ring.pages(rows.chunks_B, rows.state_slots_B),
+            levels,
+            tuple(row.state_slot for row in host),
+            tuple(self.ring.valid(row.chunk) for row in host),
+        )
+
+
+def pinned_rows(config: WanConfig, rows: Rows, host: Sequence[Row]) -> list[int]:
+    """Return the rows whose first latent frame is given, and therefore clean: chunk 0 of a stream with a first frame."""
+    if not config.first_frame:
+        return []
+    return [i for i, row in enumerate(host) if row.chunk == 0 and rows.condition(i, FIRST_FRAME)[0] > 0]
+
+
+def pin_first_frame(config: WanConfig, rows: Rows, x_BFChw: Tensor) -> Tensor:
+    """Return x with the given first frames in place."""
+    pinned = pinned_rows(config, rows, rows.host)
+    if pinned:
+        x_BFChw = x_BFChw.clone()
+    for i in pinned:
+        x_BFChw[i, 0] = rows.condition(i, FIRST_FRAME)[1]
+    return x_BFChw
+
+
+class EmbedStage:
+    """Latent patches to hidden tokens."""
+
+    def __init__(self, net: WanNet) -> None:
+        self.net = net
+        self.spec = StageSpec("embed", reads=("x",), writes=("h",))
+
+    def run(self, rows: Rows) -> None:
+        x = pin_first_frame(self.net.config, rows, rows.get("x"))
+        embedding = self.net.patch_embedding
+        rows.put("h", embedding(self.net.patchify(x).to(embedding.weight.dtype)))
+
+
+class BlockStage:
+    """One transformer block over the rows of any streams and steps; keeps their rings and prompt keys and values.
+
+    What depends on a row's place in time is read from the device, so a capture stays right as chunks go on. What does
+    not, the state slots and how full the rings are, is in `capture_key`: one graph serves all batches of equal key.
+    """
+
+    def __init__(self, net: WanNet, index: int, clocks: Clocks) -> None:
+        self.net, self.clocks, self.config = net, clocks, net.config
+        block = net.blocks[index]
+        assert isinstance(block, Block)
+        self.block = block
+        self.tracks = net.config.actions
+        name = f"block.{index}"
+        self.k, self.v, self.cross_k, self.cross_v = (f"{name}.{part}" for part in ("k", "v", "cross_k", "cross_v"))
+        self.spec = StageSpec(
+            name,
+            reads=("h", *(track.value for track in self.tracks)),
+            writes=("h",),
+            state=(self.k, self.v, self.cross_k, self.cross_v),
+        )
+        # Kept by arena, so that it lives and dies with what it tells about: state slot -> (stream, version).
+        self._prompts = WeakTensorKeyDictionary()
+
+    def capture_key(self, host: Sequence[Row]) -> Hashable:
+        """Return what a captured graph of this stage bakes in."""
+        ring = self.clocks.ring
+        return tuple((row.state_slot, ring.valid(row.chunk), row.chunk == 0) for row in host)
+
+    def forget_prompts(self) -> None:
+        """Make every prompt's keys and values anew: the weights have changed."""
+        self._prompts.clear()
+
+    def prepare(self, rows: Rows) -> None:
+        """Write the prompt keys and values of rows whose prompt is new to their state slot. Outside any capture."""
+        k_arena, v_arena = rows.arena(self.cross_k), rows.arena(self.cross_v)
+        written: dict[int, tuple[int, int]] = self._prompts.setdefault(k_arena, {})
+        for i, row in enumerate(rows.host):
+            version, context = rows.condition(i, CONTEXT)
+            if written.get(row.state_slot) != (row.stream, version):
+                k, v = self.block.cross_attn.keys_values(self.net.embed_text(context))
+                k_arena[row.state_slot].copy_(k)
+                v_arena[row.state_slot].copy_(v)
+                written[row.state_slot] = (row.stream, version)
+
+    def run(self, rows: Rows) -> None:
+        world, block = cast(WorldRows, rows), self.block
+        h = world.get("h")
+        if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.prepare(rows)
+        clock = self.clocks.of(world)
+        shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[clock.levels_BF].unbind(dim=2)
+        y = self._self_attention(world, clock, modulated_layer_norm(h, scale1, shift1, block.eps))
+        if self.tracks:
+            h = self._act(world, gated_add(h, y, gate1))
+            y = layer_norm(h, block.norm3.weight, block.norm3.bias, block.eps)
+        else:
+            y, h = gated_add_layer_norm(h, y, gate1, block.norm3.weight, block.norm3.bias, block.eps)
+        y = self._cross_attention(world, clock, y)
+        y, h = gated_add_modulated_layer_norm(h, y, None, scale2, shift2, block.eps)
+        rows.put("h", gated_add(h, block.feed_forward(y), gate2))
+
+    def _self_attention(self, rows: WorldRows, clock: Clock, x_BND: Tensor) -> Tensor:
+        config, attn = self.config, self.block.self_attn
+        q, k, v = attn.project(x_BND)
+        grid = (config.frames_per_chunk, *config.grid)
+        q = rope_3d(q, clock.frame_start_B, grid, theta=config.rope_theta)
+        k = rope_3d(k, clock.frame_start_B, grid, theta=config.rope_theta)
+        k_ring, v_ring = rows.arena(self.k), rows.arena(self.v)
+        write_pages(k_ring, clock.pages, k.to(k_ring.dtype))
+        write_pages(v_ring, clock.pages, v.to(v_ring.dtype))
+        out = attend_slots(q.to(k_ring.dtype), k_ring, v_ring, clock.slots, clock.valid)
+        projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
+        return projected
+
+    def _cross_attention(self, rows: WorldRows, clock: Clock, x_BND: Tensor) -> Tensor:
+        attn = self.block.cross_attn
+        k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
+        everything = (self.config.text_tokens,) * len(clock.slots)
+        out = attend_slots(attn.query(x_BND).to(k.dtype), k, v, clock.slots, everything)
+        projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
+        return projected
+
+    def _act(self, rows: WorldRows, x_BND: Tensor) -> Tensor:
+        for track in self.tracks:
+            adapter = self.block.actions[track.name]
+            assert isinstance(adapter, ActionAdapter)
+            x_BND = adapter(x_BND, self.net.embed_action(track.name, rows.get(track.value)))
+        return x_BND
+
+
+class HeadStage:
+    """Velocity, the clean latent that it implies, and that latent at the next noise level with fresh noise."""
+
+    def __init__(self, net: WanNet, clocks: Clocks) -> None:
+        self.net, self.clocks, self.config = net, clocks, net.config
+        self.spec = StageSpec("head", reads=("h", "x", NOISE_KEY), writes=("x",))
+        sigmas = [level.sigma for level in net.config.levels]
+        # The last clean latent is the output: it goes on with a noise share of 0.
+        self._sigmas = torch.tensor([sigmas, [*sigmas[1:], 0.0]], dtype=torch.float64)
+
+    def velocity(self, rows: Rows) -> Tensor:
+        """Return v = noise - x0 as the network sees it, [B, F, C, h, w] in fp32."""
+        patches = self.net.head(rows.get("h"), self.clocks.of(cast(WorldRows, rows)).levels_BF)
+        return self.net.unpatchify(patches).float()
+
+    def run(self, rows: Rows) -> None:
+        x, v = rows.get("x"), self.velocity(rows)
+        if self._sigmas.device != x.device:
+            self._sigmas = self._sigmas.to(x.device)
+        sigma, following = self._sigmas[:, rows.steps_B, None, None, None, None]
+        x0 = x.double() - sigma * v.double()
+        # The noise of the step to come: step 0 has the noise that the chunk began with.
+        fresh = normal(step_keys(rows.get(NOISE_KEY)[:, 0], rows.steps_B + 1), tuple(x.shape[1:]))
+        rows.put("x", pin_first_frame(self.config, rows, ((1.0 - following) * x0 + following * fresh.double()).float()))
