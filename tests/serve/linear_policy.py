@@ -101,9 +101,9 @@ class LinearPolicy:
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
 
     def warm(self) -> None:
+        time.sleep(self.warm_s)
         if self.warm_fault is not None:
             raise self.warm_fault
-        time.sleep(self.warm_s)
         for worker in self._workers:
             worker.start()
         self.ready = True
@@ -128,10 +128,11 @@ class LinearPolicy:
     def metrics(self) -> Mapping[str, float]:
         return {"queue_depth": self._queue.qsize(), "graph_captures_total": 0, "gpu_memory_bytes": 0}
 
-    def die(self, reason: str) -> None:
+    def die(self, reason: str, *, workers_notice: bool = True) -> None:
         self.dead = reason
         self.ready = False
-        self._wake.set()
+        if workers_notice:
+            self._wake.set()
 
     def close(self) -> None:
         self._wake.set()

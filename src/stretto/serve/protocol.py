@@ -57,7 +57,8 @@ class Conversation:
         self.phase = Phase.GREETING
         self._max_message_bytes = max_message_bytes
         self._heard = 0
-        self.busy_with = ""
+        self.current: Exchange | None = None
+        """The request in flight, while BUSY."""
         self._waiting_since_s = 0.0
         self._prev_total_ms: float | None = None
 
@@ -82,15 +83,17 @@ class Conversation:
         """
         if self.phase is Phase.GREETING:
             raise TurnError("message", got="a request before the metadata frame", expected="to wait for it")
-        if self.phase is Phase.BUSY:
-            raise TurnError("message", got="a second request", expected=f"to wait for the reply to request {self.busy_with}")
+        if self.current is not None:
+            busy_with = self.current.request_id
+            raise TurnError("message", got="a second request", expected=f"to wait for the reply to request {busy_with}")
         self._expect(Phase.IDLE, "a request")
         if isinstance(message, str):
             raise MessageError("message", got="a text frame", expected="a binary frame of msgpack")
         if len(message) > self._max_message_bytes:
             raise MessageTooBigError(len(message), self._max_message_bytes)
-        self.phase, self.busy_with = Phase.BUSY, request_id
-        return Exchange(message, request_id, self.session_id, now_s)
+        self.phase = Phase.BUSY
+        self.current = Exchange(message, request_id, self.session_id, now_s)
+        return self.current
 
     def reply(self, exchange: Exchange, reply: PolicyReply, now_s: float) -> bytes:
         """Write the answer; the turn passes to the client.
@@ -102,7 +105,7 @@ class Conversation:
         self._expect(Phase.BUSY, "a reply")
         infer_ms = (now_s - exchange.began_s) * 1e3
         frame = pack_reply(reply, exchange, self.shape, infer_ms=infer_ms, prev_total_ms=self._prev_total_ms)
-        self.phase = Phase.IDLE
+        self.phase, self.current = Phase.IDLE, None
         self.session_id = exchange.session_id
         return frame
 
@@ -114,11 +117,11 @@ class Conversation:
     def failed(self, exchange: Exchange, error: Exception) -> str:
         """Return the error text for a request; the turn passes to the client."""
         self._expect(Phase.BUSY, "an error")
-        self.phase = Phase.IDLE
+        self.phase, self.current = Phase.IDLE, None
         return error_text(error, exchange.request_id)
 
     def close(self) -> None:
-        self.phase = Phase.CLOSED
+        self.phase, self.current = Phase.CLOSED, None
 
     def _expect(self, phase: Phase, what: str) -> None:
         if self.phase is not phase:

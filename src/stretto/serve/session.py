@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from stretto.core.errors import FieldError, RefusedError, StreamClosedError
+from stretto.core.errors import FieldError, RefusedError, StreamClosedError, WorkerDiedError
 from stretto.core.policy import PolicyReply, Session
 from stretto.serve.protocol import ENGINE_DEAD, RESTARTING, TRY_LATER, Conversation, Phase, error_code, error_text
 from stretto.serve.request import Exchange, read_request
@@ -56,10 +56,13 @@ class PolicySession:
 
     async def die(self, reason: str) -> None:
         """Close now, because the engine is gone."""
+        exchange = self._talk.current
         for task in self._work:
             task.cancel()
-        if self._talk.phase is Phase.BUSY:
-            await self._send(f"[worker_died] {reason} (request {self._talk.busy_with})")
+        if exchange is not None:
+            error = WorkerDiedError(reason)
+            self._server.metrics.failed(error.code, time.perf_counter() - exchange.began_s)
+            await self._send(self._talk.failed(exchange, error))
         await self._close(ENGINE_DEAD, reason)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -156,9 +159,8 @@ class PolicySession:
             log.info("request %s of %s: %s", exchange.request_id, self.peer, error)
         self._server.metrics.failed(code, time.perf_counter() - exchange.began_s)
         await self._send(self._talk.failed(exchange, error))
-        dead = self._server.service.dead
-        if dead is not None:
-            await self._close(ENGINE_DEAD, dead)
+        if self._server.service.dead is not None:
+            await self._close(ENGINE_DEAD, self._server.state)
 
     async def _send(self, frame: bytes | str) -> None:
         if self._talk.phase is Phase.CLOSED:
