@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from stretto.core.errors import FieldError
 from stretto.core.route import Route, StageSpec, TensorSpec, Visit
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Buckets:
         for length in self.lengths:
             if n <= length:
                 return length
-        raise ValueError(f"{self.axis}: {n} exceeds the largest bucket {self.lengths[-1]}")
+        raise FieldError(self.axis, got=n, expected=f"at most {self.lengths[-1]}, the largest bucket")
 
 
 class Model(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.core.errors import PlanError
@@ -46,6 +46,8 @@ class Plan:
     """Most chunks of one stream between admission and completion."""
     dispatch: str = "earliest_deadline_first"
     mode: Mode = "eager"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes to prepare, by axis: `batch`, or a bucketed axis of the model. An axis without an entry gets all its sizes."""
 
     def placements(self, stream_class: str) -> tuple[Placement, ...]:
         """Return the placements of a class.
@@ -59,6 +61,9 @@ class Plan:
 
     def batch_cap(self, device: str) -> int:
         return self.batch_caps.get(device, 1)
+
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+        return replace(self, shapes=shapes)
 
     def validate(self, route: Route) -> None:
         """Check the plan against a route.
@@ -76,6 +81,9 @@ class Plan:
         for device, cap in self.batch_caps.items():
             if device not in names or cap < 1:
                 raise PlanError(f"batch_caps[{device}]", got=cap, expected=f"1 or more, on one of {names}")
+        for axis, sizes in self.shapes.items():
+            if not sizes or min(sizes) < 1:
+                raise PlanError(f"shapes[{axis}]", got=sizes, expected="sizes of 1 or more")
         for name, placements in self.classes.items():
             at = 0
             for i, p in enumerate(placements):
@@ -112,7 +120,8 @@ class Plan:
                 name: tuple(Placement(Segment(**p["segment"]), p["device"]) for p in ps)
                 for name, ps in raw.pop("classes").items()
             }
-            return Plan(devices=devices, classes=classes, **raw)
+            shapes = {axis: tuple(sizes) for axis, sizes in raw.pop("shapes", {}).items()}
+            return Plan(devices=devices, classes=classes, shapes=shapes, **raw)
         except (TypeError, KeyError, AttributeError) as e:
             raise PlanError(
                 "plan", got=f"a malformed entry ({e})", expected="devices and placements as `to_json` writes them"

@@ -8,7 +8,7 @@ Shape legend: as in pi0_net.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -235,3 +235,17 @@ def tiny() -> tuple[Pi0Model, ...]:
         model.randomize(seed=0)
         models.append(model)
     return tuple(models)
+
+
+def presets() -> Mapping[str, Callable[..., Pi0Model]]:
+    """Return the published shapes by name; each builds with seeded random weights."""
+
+    def builder(config: Pi0Config) -> Callable[..., Pi0Model]:
+        def build_random(*, device: str, dtype: str, pixels: Pixels = "uint8") -> Pi0Model:
+            model = build(config, device=device, dtype=dtype, pixels=pixels)
+            model.randomize(seed=0)
+            return model
+
+        return build_random
+
+    return {"pi0.5": builder(SPECS["pi05"]), "pi0": builder(SPECS["pi0"])}

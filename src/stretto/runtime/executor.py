@@ -65,7 +65,13 @@ class Executor:
                 signature = model.route.signature(p.segment)
                 if p.device == device_name and signature not in self._programs:
                     self._programs[signature] = Program(
-                        model, p.segment, self.arenas, mode=plan.mode, batch_buckets=batch_buckets(cap), graphs=self.graphs
+                        model,
+                        p.segment,
+                        self.arenas,
+                        mode=plan.mode,
+                        batch_buckets=plan.shapes.get("batch") or batch_buckets(cap),
+                        graphs=self.graphs,
+                        shapes=plan.shapes,
                     )
         self._kinds = {signature: i for i, signature in enumerate(self._programs)}
         self._residents = Residents(model, device_name, self.arenas.state_slots)

@@ -9,14 +9,14 @@ Control rows: [0] slot of each batch row; then for every visit of the segment it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from stretto.core.errors import ConfigError
-from stretto.core.model import Model, Row
+from stretto.core.model import Buckets, Model, Row
 from stretto.core.plan import Mode
 from stretto.core.route import Segment
 from stretto.runtime.arena import Arenas
@@ -63,12 +63,14 @@ class Program:
         mode: Mode,
         batch_buckets: Sequence[int],
         graphs: Graphs | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._route = model.route
         self._stages = [model.stages[name] for name in model.route.signature(segment)]
         self._keeps = model.route.crossing(segment.stop)
         self._arenas = arenas
-        self._buckets = tuple(b for b in model.buckets if set(b.stages) & set(model.route.signature(segment)))
+        signature = set(model.route.signature(segment))
+        self._buckets = tuple(_narrowed(b, shapes or {}) for b in model.buckets if set(b.stages) & signature)
         self.batch_buckets = tuple(sorted(set(batch_buckets)))
         self.mode = mode
         self._graphs = graphs
@@ -179,6 +181,13 @@ class Program:
             if n <= bucket:
                 return bucket
         raise ConfigError("batch", got=n, expected=f"at most {self.batch_buckets[-1]} rows")
+
+
+def _narrowed(buckets: Buckets, shapes: Mapping[str, Sequence[int]]) -> Buckets:
+    """Keep the buckets that the wanted lengths need."""
+    if buckets.axis not in shapes:
+        return buckets
+    return replace(buckets, lengths=tuple(sorted({buckets.fit(n) for n in shapes[buckets.axis]})))
 
 
 def batch_buckets(cap: int, wanted: Iterable[int] = (1, 2, 4, 8, 16, 32, 64, 128)) -> tuple[int, ...]:

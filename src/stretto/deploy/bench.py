@@ -1,0 +1,134 @@
+"""Benchmarks of whole models, in the one form that `stretto bench` prints and `benchmarks/results/` keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.core.errors import ConfigError
+from stretto.core.plan import Mode, whole
+from stretto.deploy.models import build_preset
+from stretto.deploy.provenance import provenance
+from stretto.runtime.engine import Engine
+from stretto.runtime.profiler import SETS, Bench, stage_segments, time_requests
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    model: str = "pi0.5"
+    checkpoint: Path | None = None
+    batches: tuple[int, ...] = (1,)
+    prompt: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    mode: str = "auto"
+    warmup: int = 20
+    n: int = 100
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return `auto` as the first CUDA device, or the CPU where there is none.
+
+    Raises:
+        ConfigError: if a CUDA device is asked for and is not there.
+    """
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", got=name, expected="cpu, since torch finds no CUDA device here")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    return ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name
+
+
+def resolve_mode(name: str, device: torch.device) -> Mode:
+    """Return `auto` as graph on CUDA and eager elsewhere.
+
+    Raises:
+        ConfigError: if graphs are asked for where there are none.
+    """
+    if name == "auto":
+        return "graph" if device.type == "cuda" else "eager"
+    if name == "graph" and device.type != "cuda":
+        raise ConfigError("mode", got="graph", expected="eager: a CPU has no CUDA graphs")
+    return "graph" if name == "graph" else "eager"
+
+
+def bench_policy(options: BenchOptions) -> dict[str, Any]:
+    """Time a policy at each batch size: whole route, per stage, and end to end through the engine."""
+    device = resolve_device(options.device)
+    mode = resolve_mode(options.mode, device)
+    dtype = resolve_dtype(options.dtype, device)
+    model: Any = build_preset(options.model, device=str(device), dtype=dtype)
+    if options.checkpoint is not None:
+        from stretto.runtime.weights import load_weights
+
+        load_weights(model, options.checkpoint)
+    rows = [_row(model, options, batch, device, mode, dtype) for batch in options.batches]
+    return {**provenance(device), "rows": rows}
+
+
+def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mode: Mode, dtype: str) -> dict[str, Any]:
+    longest = model.buckets[0].lengths[-1]
+    prompt = longest if options.prompt is None else options.prompt
+    lengths = {"prompt": prompt}
+    inputs = _inputs(model, batch, prompt)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    bench = Bench(model, device, mode, batch)
+    bench.load(inputs)
+    gpu = bench.segment(model.route.whole, lengths, warmup=options.warmup, n=options.n)
+    stages = {}
+    for name, (segment, visits) in stage_segments(model).items():
+        stages[name] = round(bench.segment(segment, lengths, warmup=3, n=max(10, options.n // 5)).p50 * visits, 4)
+    del bench
+    wall = _wall(model, options, batch, inputs, lengths, device, mode)
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {
+        "model": options.model,
+        "batch": batch,
+        "dtype": dtype,
+        "prefix_tokens": model.config.image_tokens + model.buckets[0].fit(prompt),
+        "mode": mode,
+        "gpu_ms_p50": round(gpu.p50, 4),
+        "gpu_ms_p99": round(gpu.p99, 4),
+        "wall_ms_p50": round(wall.p50, 4),
+        "wall_ms_p99": round(wall.p99, 4),
+        "stages": stages,
+        "memory_bytes": memory,
+        "n": options.n,
+    }
+
+
+def _inputs(model: Any, batch: int, prompt: int) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = model.example_inputs(SETS * batch)
+    inputs["token_count"] = torch.full_like(inputs["token_count"], prompt)
+    return inputs
+
+
+def _wall(
+    model: Any,
+    options: BenchOptions,
+    batch: int,
+    inputs: Mapping[str, Tensor],
+    lengths: Mapping[str, int],
+    device: torch.device,
+    mode: Mode,
+) -> Any:
+    plan = whole(model.route, str(device), batch_cap=batch, mode=mode)
+    shapes = {"batch": (batch,), **{axis: (n,) for axis, n in lengths.items()}}
+    engine = Engine(model, plan.with_shapes(shapes))
+    engine.warm()
+    try:
+        feed = [{name: value[i].numpy() for name, value in inputs.items()} for i in range(SETS * batch)]
+        return time_requests(engine, feed, lengths, batch=batch, warmup=max(3, options.warmup // 2), n=options.n)
+    finally:
+        engine.close()
