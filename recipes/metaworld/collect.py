@@ -26,19 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.evals.env import FIRST_HELD_OUT_SEED, Observation
-from stretto.evals.metaworld import BASE_CAMERA, INSTRUCTIONS, STATE, WRIST_CAMERA, MetaWorld
+from stretto.evals.metaworld import BASE_CAMERA, INSTRUCTIONS, OPPOSITE, STATE, WRIST_CAMERA, MetaWorld
 
 Array = NDArray[np.generic]
-OPPOSITE = {
-    "drawer-open": "drawer-close",
-    "drawer-close": "drawer-open",
-    "window-open": "window-close",
-    "window-close": "window-open",
-    "door-open": "door-close",
-    "door-close": "door-open",
-    "faucet-open": "faucet-close",
-    "faucet-close": "faucet-open",
-}
 CONTRAST_STEPS = 70
 """Length of a contrast episode, which has no success to end it."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,15 @@ class Environment(Protocol):
     task: str
     instruction: str
 
+    def __init__(self, task: str) -> None: ...
     @classmethod
     def tasks(cls) -> tuple[str, ...]:
         """Return the names of all tasks."""
+        ...
+
+    @classmethod
+    def wrong_instruction(cls, task: str) -> str:
+        """Return an instruction that does not ask for this task, for the ablation that shows whether a policy listens."""
         ...
 
     def reset(self, seed: int) -> Observation:
@@ -64,6 +70,7 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
 class HasExpert(Protocol):
     """An environment that comes with a scripted expert, which may look at the simulator's own state."""
 

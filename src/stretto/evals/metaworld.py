@@ -33,6 +33,20 @@ INSTRUCTIONS = MappingProxyType(
 )
 """Task -> what a person would tell the robot."""
 
+OPPOSITE = MappingProxyType(
+    {
+        "drawer-open": "drawer-close",
+        "drawer-close": "drawer-open",
+        "window-open": "window-close",
+        "window-close": "window-open",
+        "door-open": "door-close",
+        "door-close": "door-open",
+        "faucet-open": "faucet-close",
+        "faucet-close": "faucet-open",
+    }
+)
+"""Tasks that share a scene, so that only the instruction tells them apart."""
+
 BASE_CAMERA, WRIST_CAMERA, STATE = "observation/image", "observation/wrist_image", "observation/state"
 FRAME_SIZE = 320
 """Largest picture that `frame` can draw."""
@@ -74,6 +88,11 @@ class MetaWorld:
     @classmethod
     def tasks(cls) -> tuple[str, ...]:
         return tuple(INSTRUCTIONS)
+
+    @classmethod
+    def wrong_instruction(cls, task: str) -> str:
+        known = cls.tasks()
+        return INSTRUCTIONS[OPPOSITE.get(task) or known[(known.index(task) + 1) % len(known)]]
 
     def reset(self, seed: int) -> Observation:
         self.restart(seed)
