@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from linear_policy import LIBERO, LinearPolicy, example, state
 from websockets.sync.client import ClientConnection, connect
 
-from stretto.serve import ServerThread
+from stretto.serve import ServerOptions, ServerThread
+from stretto.serve.weigh import weigh
 from stretto_client.codec import pack, unpack
 
 OBSERVATION = {"state": np.arange(3.0)}
@@ -158,6 +162,37 @@ def test_requests_sent_without_waiting_are_refused_one_by_one(server: ServerThre
         assert all(a.startswith("[protocol] message: got a second request, expected to wait") for a in refused)
         assert len(policy.ran) == 1
         assert works(ws)
+
+
+def test_a_message_of_millions_of_values_costs_the_others_nothing(server: ServerThread) -> None:
+    many = b"\xdd" + (1 << 17).to_bytes(4, "big") + b"\x90" * (1 << 17)
+    bomb = b"\x81\xa5state\xdc" + (140).to_bytes(2, "big") + many * 140
+    policy = LinearPolicy({"state": state(3)}, action_horizon=4, action_dim=2)
+    options = ServerOptions(port=0, max_message_bytes=len(bomb))
+    with ServerThread(policy, options) as running, connect(running.url, compression=None) as ws, connect(running.url) as other:
+        ws.recv(timeout=5)
+        other.recv(timeout=5)
+        ws.send(bomb)
+        began_s = time.perf_counter()
+        assert str(ws.recv(timeout=5)).startswith("[bad_message] message: got more than 32768 separate values")
+        assert works(other)
+        assert time.perf_counter() - began_s < 1.0
+        assert works(ws)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
+        lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    )
+)
+def test_the_weight_of_a_message_is_the_number_of_its_values(tree: Any) -> None:
+    def count(node: Any) -> int:
+        if isinstance(node, dict):
+            return 1 + sum(1 + count(value) for value in node.values())
+        return 1 + sum(count(item) for item in node) if isinstance(node, list) else 1
+
+    assert weigh(msgpack.packb(tree), limit=1 << 20) == count(tree)
 
 
 def test_full_size_frames_are_cut_anywhere_and_refused() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -32,6 +33,19 @@ from stretto_client.codec import pack
 
 WATCH_S = 0.2
 log = logging.getLogger(__name__)
+
+
+class Guest(Protocol):
+    """One WebSocket connection that a server hosts, whatever it speaks."""
+
+    async def run(self) -> None:
+        """Serve it until either side closes it."""
+
+    async def leave(self) -> None:
+        """Close when the work in flight is done."""
+
+    async def die(self, reason: str) -> None:
+        """Close now, because the engine is gone."""
 
 
 class PolicyServer:
@@ -53,7 +67,7 @@ class PolicyServer:
         self.warm_error: BaseException | None = None
         self.on_warm: Callable[[float], None] | None = None
         """Called on the event loop with the seconds that warming took."""
-        self._sessions: set[PolicySession] = set()
+        self._guests: set[Guest] = set()
         self._draining = False
 
     @property
@@ -111,25 +125,32 @@ class PolicyServer:
         while self.service.dead is None:
             await asyncio.sleep(WATCH_S)
         reason = self.state
-        log.error("%s; %d sessions end", reason, len(self._sessions))
-        await asyncio.gather(*(session.die(reason) for session in list(self._sessions)))
+        log.error("%s; %d sessions end", reason, len(self._guests))
+        await asyncio.gather(*(guest.die(reason) for guest in list(self._guests)))
 
     async def talk(self, socket: WebSocket) -> None:
-        """Serve one WebSocket connection, or refuse it with an HTTP status."""
+        """Serve one openpi connection."""
+        await self.host(socket, lambda: PolicySession(socket, self, secrets.token_hex(4)))
+
+    async def host(self, socket: WebSocket, make: Callable[[], Guest]) -> None:
+        """Run a guest on a connection that has not been accepted yet, or refuse it with an HTTP status.
+
+        For routes of other protocols on the same port: they get the same key, limits, shutdown and metrics.
+        """
         refusal = self._refusal(socket)
         if refusal is not None:
             status, text = refusal
             self.metrics.error(f"http_{status}")
             await socket.send_denial_response(PlainTextResponse(text + "\n", status))
             return
-        session = PolicySession(socket, self, secrets.token_hex(4))
-        self._sessions.add(session)
+        guest = make()
+        self._guests.add(guest)
         self.metrics.sessions.inc()
         try:
-            await session.run()
+            await guest.run()
         finally:
             self.metrics.sessions.dec()
-            self._sessions.discard(session)
+            self._guests.discard(guest)
 
     def _refusal(self, socket: WebSocket) -> tuple[int, str] | None:
         origin, key = socket.headers.get("origin"), self.options.api_key
@@ -142,16 +163,16 @@ class PolicyServer:
                 return 401, f"authorization: got {got}, expected 'Api-Key <key>' with this server's key"
         if self._draining:
             return 503, self.state
-        if len(self._sessions) >= self.options.max_sessions:
+        if len(self._guests) >= self.options.max_sessions:
             return 503, f"sessions: got one more, expected at most {self.options.max_sessions}"
         return None
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no new sessions, let requests in flight end for up to `timeout_s`, and close every session."""
+    async def drain(self, timeout_s: float, abandon: Callable[[], bool] = lambda: False) -> None:
+        """Take no new sessions, let requests in flight end for up to `timeout_s` or until `abandon`; close all sessions."""
         self._draining = True
-        await asyncio.gather(*(session.leave() for session in list(self._sessions)))
+        await asyncio.gather(*(guest.leave() for guest in list(self._guests)))
         deadline_s = time.monotonic() + timeout_s
-        while self._sessions and time.monotonic() < deadline_s:
+        while self._guests and time.monotonic() < deadline_s and not abandon():
             await asyncio.sleep(0.01)
 
 

@@ -12,18 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from stretto.core.errors import FieldError
 from stretto.core.policy import RequestOptions
+from stretto.serve.weigh import MessageError, weigh
 from stretto_client.codec import CodecError, unpack
+
+__all__ = ["RT", "ActionShape", "Exchange", "MessageError", "read_request"]
 
 RT = "rt"
 MAX_ID_CHARS = 128
-
-
-class MessageError(FieldError):
-    """A message does not hold what the protocol says; nothing was run and the session goes on."""
-
-    code = "bad_message"
 
 
 @dataclass(slots=True)
@@ -50,6 +46,7 @@ def read_request(exchange: Exchange, shape: ActionShape) -> tuple[dict[str, Any]
     Raises:
         MessageError: naming the field that cannot be read.
     """
+    weigh(exchange.payload)
     try:
         observation = unpack(exchange.payload)
     except CodecError as e:

@@ -10,11 +10,10 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 from starlette.routing import BaseRoute
-from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import PayloadTooBig
@@ -60,7 +59,7 @@ class PoliteSocket(WebSocketsSansIOProtocol):
         self.transport.resume_reading()
         self.close_timer = self.loop.call_later(DISCARD_S, self.transport.close)
 
-    async def send(self, message: ASGISendEvent) -> None:
+    async def send(self, message: Any) -> None:
         if self._refused:
             raise ClientDisconnected()
         await super().send(message)
@@ -83,7 +82,7 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
-        await self._policy.drain(self._policy.options.drain_s)
+        await self._policy.drain(self._policy.options.drain_s, abandon=lambda: self.force_exit)
         await super().shutdown(sockets)
 
     def stop(self) -> None:

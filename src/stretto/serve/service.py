@@ -49,7 +49,10 @@ class PolicyService(Protocol):
         ...
 
     def submit(self, observation: Mapping[str, object], options: RequestOptions, session: Session) -> Future[PolicyReply]:
-        """Queue one observation. Arrays are read-only views. Cancelling the future drops work that has not begun.
+        """Queue one observation. Arrays are read-only views.
+
+        The caller cancels the future when its client has left. So the service calls `set_running_or_notify_cancel`
+        before it begins, and drops the request if that is False; after it, cancelling has no effect.
 
         Raises:
             StrettoError: here or on the future, if this request cannot be answered; the session goes on.

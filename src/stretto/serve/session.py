@@ -82,6 +82,8 @@ class PolicySession:
 
     async def _greet(self) -> None:
         await self._server.warmed.wait()
+        if self._talk.phase is Phase.CLOSED:
+            return
         if self._server.service.dead is not None or self._server.warm_error is not None:
             await self._close(ENGINE_DEAD, self._server.state)
             return
