@@ -47,6 +47,8 @@ BAD: list[tuple[Callable[[dict[str, Any]], None], str, str]] = [
     (_with(S, np.zeros((1, 8))), S, r"got shape \(1, 8\)"),
     (_with(S, 0.5), S, r"got shape \(\)"),
     (_with(S, np.array([0, 1, np.nan, 3, 4, np.inf, 6, 7])), S, r"NaN or infinity in dimensions \[2, 5\]"),
+    (_with(S, np.full(8, 1e300)), S, r"values up to 1e\+300, expected numbers that fit float32"),
+    (_with(IMAGE, np.full((9, 8, 3), 1e300)), IMAGE, "NaN or infinity"),
     (_with(S, np.zeros(8, object)), S, "dtype object"),
     (_with(S, np.zeros(8, bool)), S, "dtype bool"),
     (_with(S, np.zeros(8, [("x", "f4")])), S, "dtype .*'x'"),

@@ -56,7 +56,8 @@ def read_picture(field: str, value: object) -> Picture:
     pixels = _rgb(field, _channels_last(field, value))
     if pixels.dtype == np.uint8:
         return Picture(pixels, 0)
-    return _unit_range(field, pixels.astype(np.float32, copy=False))
+    with np.errstate(over="ignore"):
+        return _unit_range(field, pixels.astype(np.float32, copy=False))
 
 
 def _channels_last(field: str, value: Array) -> Array:

@@ -42,6 +42,8 @@ class OpenpiOptions:
     aloha_joints: bool | None = None
     """Joint signs and gripper units are ALOHA's on the wire, and the pi base models' inside."""
     token_limit: int | None = None
+    image_size: int | None = None
+    """Side of the model's square images; 224 where nothing else is said."""
     asset_id: str | None = None
     """Which folder under `assets`; needed only where there are several."""
 
@@ -184,13 +186,13 @@ def _build(folder: Path, family: Family, keys: KeyMap, settings: OpenpiOptions, 
     discrete = family == "pi05" if settings.discrete_state is None else settings.discrete_state
     if discrete and family == "pi0":
         raise ConfigError("discrete_state", got=True, expected="False for pi0, which takes the state as a token of its own")
-    limit = settings.token_limit or TOKEN_LIMITS[family]
+    limit, size = settings.token_limit or TOKEN_LIMITS[family], settings.image_size or 224
     return ProcessorSpec(
         family=family,
         source="openpi",
         keys=keys,
         slots=OPENPI_SLOTS,
-        resolution=(224, 224),
+        resolution=(size, size),
         resizer="pil",
         prompt=PromptFormat("task_state" if discrete else "newline_token", limit),
         group=Group((*_joints(settings, state_dim, action_dim), norms, Pad(model_dim, model_dim, action_dim)), OPENPI.dtype),

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from stretto.core.errors import ConfigError, NonFiniteActionsError
+from stretto.core.errors import ConfigError, NonFiniteActionsError, ObservationError
 from stretto.processors.images import black, resize
 from stretto.processors.lerobot import Stats, lerobot_spec
 from stretto.processors.openpi import OpenpiOptions, openpi_spec
@@ -149,7 +149,7 @@ class PolicyProcessor:
                 for slot in spec.slots
             ]
         )
-        context = spec.group.forward(checked.state_S)
+        context, state = self._model_state(checked.state_S)
         # The last step pads, so the state before it is the normalised one at the robot's own width.
         ids = spec.prompt.encode(spec.keys.prompt, self.tokenizer, checked.prompt, context.states[-2])
         tokens = np.zeros(spec.prompt.token_limit, np.int64)
@@ -159,7 +159,7 @@ class PolicyProcessor:
             image_mask=np.array([slot in checked.pictures for slot in spec.slots]),
             tokens=tokens,
             token_count=len(ids),
-            state=context.states[-1].astype(np.float32),
+            state=state,
             context=context,
             clipped_values=sum(p.clipped for p in checked.pictures.values()),
         )
@@ -205,6 +205,15 @@ class PolicyProcessor:
             schema[key.key] = {"kind": "state", "shape": [size], "dtype": "float32", "required": True}
         schema[keys.prompt] = {"kind": "prompt", "shape": [], "dtype": "str", "required": self.default_prompt is None}
         return schema
+
+    def _model_state(self, state_S: Array) -> tuple[ActionContext, Array]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            context = self.spec.group.forward(state_S)
+            state = context.states[-1].astype(np.float32)
+        if not np.isfinite(state).all():
+            field = ", ".join(k.key for k in self.spec.keys.state)
+            raise ObservationError(field, got=f"values up to {np.abs(state_S).max():.3g}", expected="numbers that fit float32")
+        return context, state
 
     def _require_finite(self, where: str, actions_HA: Array) -> None:
         bad = np.argwhere(~np.isfinite(actions_HA))
