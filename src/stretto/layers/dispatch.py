@@ -82,4 +82,10 @@ def _first(args: tuple[Any, ...]) -> Tensor:
 
 
 def _needs_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+    return any(_carries_grad(a) for a in (*args, *kwargs.values()))
+
+
+def _carries_grad(arg: object) -> bool:
+    if isinstance(arg, tuple):
+        return any(_carries_grad(a) for a in arg)
+    return isinstance(arg, Tensor) and arg.requires_grad

@@ -29,9 +29,9 @@ def gelu_tanh_reference(x: Tensor, bias_F: Tensor | None = None) -> Tensor:
 
 @jit
 def _gelu(x: tl.tensor) -> tl.tensor:
-    # (1 + tanh(u)) / 2 = sigmoid(2 u): no overflow at either end.
+    # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-2.0 * u))
+    return x / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
 
 
 @jit
