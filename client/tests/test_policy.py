@@ -64,9 +64,9 @@ def test_extensions_and_the_reset_of_an_episode_reach_the_server_once() -> None:
     with running(serving(chunk, {"rt": RT})) as port, PolicyClient("127.0.0.1", port, session_id="arm-1") as client:
         told = client.infer(OBS, Options(seed=7, deadline_ms=80.0, executed_steps=1, delay_steps=2, mode="identity"))["told"]
         wanted = {"seed": 7, "deadline_ms": 80.0, "executed_steps": 1, "delay_steps": 2, "mode": "identity"}
-        assert told == {"request_id": 1, "session_id": "arm-1", **wanted}
+        assert told == {"request_id": "1", "session_id": "arm-1", **wanted}
         client.reset()
-        assert client.infer(OBS)["told"] == {"request_id": 2, "session_id": "arm-1", "reset": True}
+        assert client.infer(OBS)["told"] == {"request_id": "2", "session_id": "arm-1", "reset": True}
         assert "reset" not in client.infer(OBS)["told"]
 
 
@@ -109,11 +109,11 @@ def test_a_late_reply_is_never_paired_with_a_newer_request() -> None:
 
 
 def test_an_answer_to_another_request_is_refused_and_the_connection_dropped() -> None:
-    wrong = iter([{"actions": np.zeros((4, 2)), "rt": {"request_id": 99}}])
+    wrong = iter([{"actions": np.zeros((4, 2)), "rt": {"request_id": "99"}}])
     with running(serving(lambda r: next(wrong, chunk(r)), {"rt": RT})) as port, PolicyClient("127.0.0.1", port) as client:
         with pytest.raises(ReplyError, match="request 99"):
             client.infer(OBS)
-        assert client.infer(OBS)["rt"]["request_id"] == 2
+        assert client.infer(OBS)["rt"]["request_id"] == "2"
 
 
 def test_a_connection_closed_while_idle_is_reopened() -> None:
@@ -181,7 +181,11 @@ def test_no_server_is_an_error_that_names_the_address() -> None:
 
 
 def test_a_message_above_the_limit_of_the_handshake_is_refused_before_it_is_sent() -> None:
-    with running(serving(chunk, {"rt": {**RT, "max_message_bytes": 2048}})) as port, PolicyClient("127.0.0.1", port) as client:
+    metadata = {"rt": RT, "stretto": {"max_message_bytes": 2048}}
+    with (
+        running(serving(chunk, metadata)) as port,
+        PolicyClient("127.0.0.1", port) as client,
+    ):
         with pytest.raises(FieldError, match="2048"):
             client.infer({"image": np.zeros(4096, np.uint8)})
         assert "actions" in client.infer(OBS)
@@ -213,7 +217,6 @@ def test_a_server_that_comes_back_with_another_chunk_shape_is_refused() -> None:
         ("control_hz", 0),
         ("control_hz", "10"),
         ("max_delay", 5),
-        ("max_message_bytes", 1),
         ("version", 0),
         ("rtc_modes", "vjp"),
     ],
@@ -223,9 +226,11 @@ def test_a_number_of_the_handshake_that_cannot_be_is_refused_by_name(field: str,
         Handshake.read({"rt": {**RT, field: value}})
 
 
-def test_an_execution_horizon_of_zero_in_a_stock_handshake_is_refused() -> None:
+def test_other_numbers_that_control_the_robot_are_checked_too() -> None:
     with pytest.raises(FieldError, match=r"metadata\.execution_horizon"):
         Handshake.read({"execution_horizon": 0})
+    with pytest.raises(FieldError, match=r"metadata\.stretto\.max_message_bytes"):
+        Handshake.read({"rt": RT, "stretto": {"max_message_bytes": 1}})
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,12 @@ class Handshake:
 
 
 def _extended(metadata: Mapping[str, Any], rt: Mapping[str, Any]) -> Handshake:
-    def integer(name: str, low: int, high: int) -> int | None:
-        return None if rt.get(name) is None else check_int(f"metadata.rt.{name}", rt[name], low, high)
+    def integer(name: str, low: int, high: int, said: Mapping[str, Any] = rt, where: str = RT) -> int | None:
+        return None if said.get(name) is None else check_int(f"metadata.{where}.{name}", said[name], low, high)
 
+    own = metadata.get("stretto", {})
+    if not isinstance(own, dict):
+        raise FieldError("metadata.stretto", got=type(own).__name__, expected="a map")
     horizon = integer("horizon", 1, MAX_CHUNK)
     modes = rt.get("rtc_modes", [])
     if not isinstance(modes, list) or not all(isinstance(m, str) for m in modes):
@@ -177,6 +180,6 @@ def _extended(metadata: Mapping[str, Any], rt: Mapping[str, Any]) -> Handshake:
         action_dim=integer("action_dim", 1, MAX_CHUNK),
         control_hz=None if rate is None else check_positive("metadata.rt.control_hz", rate, 1e5),
         max_delay=integer("max_delay", 0, horizon or MAX_CHUNK),
-        max_message_bytes=integer("max_message_bytes", 1024, 2**40),
+        max_message_bytes=integer("max_message_bytes", 1024, 2**40, own, "stretto"),
         modes=tuple(modes),
     )

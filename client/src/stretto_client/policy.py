@@ -181,7 +181,7 @@ class PolicyClient:
             options.check_horizon(handshake.horizon)
         if handshake.extended:
             self._request_id += 1
-            message[RT] = {"request_id": self._request_id, "session_id": self.session_id, **wanted}
+            message[RT] = {"request_id": str(self._request_id), "session_id": self.session_id, **wanted}
             if resets != self._resets_told:
                 message[RT]["reset"] = True
         frame = codec.pack(message)
@@ -228,7 +228,7 @@ class PolicyClient:
             raise ReplyError(f"the answer is a {type(answer).__name__}, expected a map with `actions`")
         rt = answer.get(RT)
         echoed = rt.get("request_id") if isinstance(rt, dict) else None
-        if echoed is not None and echoed != self._request_id:
+        if echoed is not None and echoed != str(self._request_id):
             self._drop()
             raise ReplyError(
                 f"the answer is for request {echoed}, but request {self._request_id} was asked; connection dropped"
