@@ -77,6 +77,8 @@ def export(trained: Path, out: Path) -> int:
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     shutil.copyfile(trained / "tokenizer.json", out / "tokenizer.json")
+    for path in out.iterdir():
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: {len(weights)} tensors, {size / 1e6:.2f} MB", flush=True)
     return size

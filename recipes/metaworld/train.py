@@ -43,11 +43,11 @@ class Demos:
     """Normalised."""
 
 
-def load_demos(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def load_demos(folders: Sequence[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return images, states, chunks and prompt indices of all shards, in the order of their names."""
-    paths = sorted(folder.glob("*.npz"))
+    paths = [path for folder in folders for path in sorted(folder.glob("*.npz"))]
     if not paths:
-        raise SystemExit(f"no shards in {folder}: run collect.py first")
+        raise SystemExit(f"no shards in {[str(f) for f in folders]}: run collect.py first")
     shards = [np.load(path) for path in paths]
     images, states, chunks, prompts = (
         np.concatenate([s[k] for s in shards]) for k in ("images", "states", "chunks", "prompts")
@@ -183,11 +183,18 @@ def half_precision(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Demos]:
-    """Read the shards, write config, statistics and tokenizer to the output folder, and move everything to the device."""
+Stats = dict[str, dict[str, np.ndarray]]
+
+
+def prepare(options: argparse.Namespace, stats: Stats | None) -> tuple[dict[str, Any], Stats, Demos]:
+    """Read the shards, write config, statistics and tokenizer to the output folder, and move everything to the device.
+
+    A network that goes on learning keeps the statistics that it began with.
+    """
     out = Path(options.out)
-    images, states, chunks, prompts = load_demos(Path(options.demos))
-    stats = {"observation.state": statistics(states), "action": statistics(chunks.reshape(-1, chunks.shape[-1]))}
+    images, states, chunks, prompts = load_demos([Path(folder) for folder in options.demos])
+    if stats is None:
+        stats = {"observation.state": statistics(states), "action": statistics(chunks.reshape(-1, chunks.shape[-1]))}
     tokenizer = build_tokenizer(out / "tokenizer.json")
     texts: Sequence[str] = tuple(INSTRUCTIONS.values())
     tokens, counts = encode_prompts(tokenizer, [texts[i] for i in prompts], states, stats["observation.state"])
@@ -199,25 +206,24 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, Any], Demos]:
     on_device = (torch.from_numpy(x).to(device) for x in (images, actions.astype(np.float32)))
     images_on, actions_on = on_device
     print(f"{len(images)} observations, {images.nbytes / 1e9:.2f} GB of pictures, prompts of up to {int(counts.max())} tokens")
-    return raw, Demos(images_on, tokens.to(device), counts.to(device), actions_on)
+    return raw, stats, Demos(images_on, tokens.to(device), counts.to(device), actions_on)
 
 
-def train(options: argparse.Namespace) -> Pi0Net:
+def train(options: argparse.Namespace, before: tuple[Pi0Net, Stats] | None = None) -> tuple[Pi0Net, Stats]:
     """Run the whole training; the result is `weights.pt` beside the files of `prepare`."""
-    raw, demos = prepare(options)
-    net = build_net(Pi0Config.from_lerobot(raw), options.seed).to(options.device)
-    count = sum(p.numel() for p in net.parameters())
-    print(f"{count / 1e6:.2f} M weights on {options.device}", flush=True)
+    raw, stats, demos = prepare(options, before[1] if before else None)
+    net = before[0] if before else build_net(Pi0Config.from_lerobot(raw), options.seed).to(options.device)
+    print(f"{sum(p.numel() for p in net.parameters()) / 1e6:.2f} M weights on {options.device}", flush=True)
     history = fit(net, demos, options)
     out = Path(options.out)
     torch.save(net.state_dict(), out / "weights.pt")
     (out / "losses.json").write_text(json.dumps(history, indent=1) + "\n")
-    return net
+    return net, stats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda = torch.cuda.is_available()
-    parser.add_argument("--demos", default="out/metaworld/demos")
+    parser.add_argument("--demos", nargs="+", default=["out/metaworld/demos"])
     parser.add_argument("--out", default="out/metaworld/train")
     parser.add_argument("--size", default="small", choices=sorted(SIZES))
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
