@@ -114,9 +114,10 @@ class Buckets:
 class Model(Protocol):
     """A network bound to its route. Single-device and stateless: caches, capture and loops live in the runtime."""
 
-    name: str
-    module: nn.Module
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> nn.Module: ...
     @property
     def route(self) -> Route: ...
     @property

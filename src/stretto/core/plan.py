@@ -65,6 +65,9 @@ class Plan:
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
         return replace(self, shapes=shapes)
 
+    def with_dispatch(self, name: str) -> Plan:
+        return replace(self, dispatch=name)
+
     def validate(self, route: Route) -> None:
         """Check the plan against a route.
 
@@ -132,3 +135,9 @@ def whole(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager"
     """Plan the whole route as one segment on one device: the lowest latency of a single stream."""
     placements = (Placement(route.whole, device),)
     return Plan("whole", (Device(device),), {stream_class: placements}, {device: batch_cap}, mode=mode)
+
+
+def per_visit(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager", dispatch: str = "fill_first") -> Plan:
+    """Plan every visit as a segment of its own on one device: chunks of many streams join and leave batches between visits."""
+    placements = tuple(Placement(s, device) for s in route.cut(range(1, len(route))))
+    return Plan("per_visit", (Device(device),), {"default": placements}, {device: batch_cap}, dispatch=dispatch, mode=mode)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.core.errors import ConfigError
 from stretto.core.plan import Mode, whole
+from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.models import build_preset
 from stretto.deploy.provenance import provenance
 from stretto.runtime.engine import Engine
@@ -29,37 +29,6 @@ class BenchOptions:
     mode: str = "auto"
     warmup: int = 20
     n: int = 100
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return `auto` as the first CUDA device, or the CPU where there is none.
-
-    Raises:
-        ConfigError: if a CUDA device is asked for and is not there.
-    """
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", got=name, expected="cpu, since torch finds no CUDA device here")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def resolve_dtype(name: str, device: torch.device) -> str:
-    return ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name
-
-
-def resolve_mode(name: str, device: torch.device) -> Mode:
-    """Return `auto` as graph on CUDA and eager elsewhere.
-
-    Raises:
-        ConfigError: if graphs are asked for where there are none.
-    """
-    if name == "auto":
-        return "graph" if device.type == "cuda" else "eager"
-    if name == "graph" and device.type != "cuda":
-        raise ConfigError("mode", got="graph", expected="eager: a CPU has no CUDA graphs")
-    return "graph" if name == "graph" else "eager"
 
 
 def bench_policy(options: BenchOptions) -> dict[str, Any]:

@@ -35,15 +35,17 @@ class Stream:
     id: int
     stream_class: str
     seed: int
-    _chunks: itertools.count[int] = field(default_factory=itertools.count)
-    _versions: dict[str, int] = field(default_factory=dict)
+    submitted: int = 0
+    """Chunks so far; the index of the next one."""
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    versions: dict[str, int] = field(default_factory=dict)
     closed: bool = False
 
     def set_condition(self, name: str, value: Tensor) -> int:
         """Change a condition, such as the prompt, for the chunks submitted from now on. Returns its version."""
-        self._versions[name] = self._versions.get(name, -1) + 1
-        self.engine._set_condition(self, name, self._versions[name], value)
-        return self._versions[name]
+        self.versions[name] = self.versions.get(name, -1) + 1
+        self.engine._set_condition(self, name, self.versions[name], value)
+        return self.versions[name]
 
     def submit(
         self,
@@ -65,7 +67,10 @@ class Stream:
         if self.closed:
             raise StreamClosedError("the stream was closed")
         seed = self.seed if seed is None else seed
-        return self.engine._submit(self, next(self._chunks), inputs, lengths or {}, seed, deadline_s, dict(self._versions))
+        with self._turn:
+            future = self.engine._submit(self, inputs, lengths or {}, seed, deadline_s)
+            self.submitted += 1
+        return future
 
     def close(self) -> None:
         """Drop queued chunks; their futures raise StreamClosedError. Safe to call twice."""
@@ -156,12 +161,10 @@ class Engine:
     def _submit(
         self,
         stream: Stream,
-        chunk: int,
         inputs: Mapping[str, np.ndarray],
         lengths: Mapping[str, int],
         seed: int,
         deadline_s: float,
-        versions: Mapping[str, int],
     ) -> Future[Chunk]:
         placements = self.plan.placements(stream.stream_class)
         executor = self.executors[placements[0].device]
@@ -169,13 +172,13 @@ class Engine:
         future: Future[Chunk] = Future()
         flow = Flow(
             stream.id,
-            chunk,
+            stream.submitted,
             placements,
             seed=seed,
             submitted_s=self.now_s,
             deadline_s=deadline_s,
             lengths=dict(lengths),
-            versions=versions,
+            versions=dict(stream.versions),
             packed=packed,
         )
         with self._lock:

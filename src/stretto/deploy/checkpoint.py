@@ -1,0 +1,141 @@
+"""From a name or a folder to a loaded model and its processor. Everything is checked before anything is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from stretto.core.errors import CheckpointError, ConfigError
+from stretto.models.pi0 import Pi0Model, build
+from stretto.models.pi0_config import Pi0Config
+from stretto.processors.policy import PolicyProcessor, Preset
+from stretto.processors.spec import read_json
+from stretto.processors.stats import Degenerate
+from stretto.runtime.weights import LoadReport, load_weights, tensor_shapes
+
+Layout = Literal["lerobot", "openpi"]
+EMBEDDED = Path(__file__).resolve().parent.parent / "checkpoints"
+"""Checkpoints that come with the package, by folder name."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy checkpoint in memory."""
+
+    model: Pi0Model
+    processor: PolicyProcessor
+    report: LoadReport
+    path: Path
+    layout: Layout
+
+
+def embedded() -> list[str]:
+    return sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir()) if EMBEDDED.is_dir() else []
+
+
+def find_checkpoint(name: str | Path) -> Path:
+    """Return the folder of a checkpoint: a path, or the name of one that comes with the package.
+
+    Raises:
+        CheckpointError: if there is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if str(name) in embedded():
+        return EMBEDDED / str(name)
+    raise CheckpointError(f"{name}: no such folder, and not one of the embedded checkpoints {embedded()}")
+
+
+def layout_of(path: Path) -> Layout:
+    """Tell which writer a checkpoint folder is from.
+
+    Raises:
+        CheckpointError: if it is of neither known layout; it lists what was found.
+    """
+    if (path / "config.json").is_file() and "type" in read_json(path / "config.json"):
+        return "lerobot"
+    if (path / "assets").is_dir():
+        return "openpi"
+    found = sorted(p.name for p in path.iterdir())[:12]
+    raise CheckpointError(
+        f"{path}: not a known layout: expected a LeRobot folder (config.json with `type`) or an openpi export "
+        f"(model.safetensors and assets/<id>/norm_stats.json), found {found}"
+    )
+
+
+def load_checkpoint(
+    name: str | Path,
+    *,
+    device: torch.device,
+    dtype: str,
+    preset: Preset = None,
+    tokenizer: str | Path | None = None,
+    default_prompt: str | None = None,
+    optional_cameras: Sequence[str] = (),
+    degenerate: Degenerate = "refuse",
+    denoise_steps: int | None = None,
+) -> Loaded:
+    """Load a policy checkpoint whole, or not at all.
+
+    Raises:
+        CheckpointError: if a file, tensor or statistic is missing, damaged or does not fit.
+        ConfigError: if an option does not fit the checkpoint.
+    """
+    path = find_checkpoint(name)
+    layout = layout_of(path)
+    changes = {} if denoise_steps is None else {"denoise_steps": denoise_steps}
+    if layout == "lerobot":
+        processor = PolicyProcessor.from_lerobot(
+            path,
+            preset=preset,
+            tokenizer=tokenizer,
+            default_prompt=default_prompt,
+            optional_cameras=optional_cameras,
+            degenerate=degenerate,
+        )
+        config = Pi0Config.from_lerobot({**read_json(path / "config.json"), **_lerobot_steps(denoise_steps)})
+    else:
+        processor = PolicyProcessor.from_openpi(
+            path, preset=preset, tokenizer=tokenizer, default_prompt=default_prompt, degenerate=degenerate
+        )
+        spec = processor.spec
+        shapes = tensor_shapes(path)
+        config = Pi0Config.from_openpi(
+            shapes,
+            action_horizon=spec.action_horizon,
+            cameras=len(spec.slots),
+            tokenizer_max_length=spec.prompt.token_limit,
+            **changes,
+        )
+    _agree(config, processor, path)
+    pixels: Literal["uint8", "float32"] = "uint8" if processor.spec.resizer == "pil" else "float32"
+    model = build(config, device=device, dtype=dtype, pixels=pixels)
+    return Loaded(model, processor, load_weights(model, path), path, layout)
+
+
+def _lerobot_steps(denoise_steps: int | None) -> dict[str, int]:
+    return {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
+
+
+def _agree(config: Pi0Config, processor: PolicyProcessor, path: Path) -> None:
+    """Refuse a checkpoint whose network and processor were made for different inputs."""
+    spec = processor.spec
+    pairs = {
+        "cameras": (config.cameras, len(spec.slots)),
+        "image size": (config.image_size, spec.resolution[0]),
+        "token limit": (config.tokenizer_max_length, spec.prompt.token_limit),
+        "action width": (config.action_dim, spec.max_action_dim),
+        "action horizon": (config.action_horizon, spec.action_horizon),
+    }
+    wrong = [f"{name}: network {a}, processor {b}" for name, (a, b) in pairs.items() if a != b]
+    if wrong:
+        raise CheckpointError(f"{path}: network and processor disagree: {'; '.join(wrong)}")
+    if processor.tokenizer.vocabulary > config.vocab_size:
+        raise ConfigError(
+            "tokenizer", got=f"{processor.tokenizer.vocabulary} tokens", expected=f"at most the network's {config.vocab_size}"
+        )

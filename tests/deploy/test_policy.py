@@ -1,0 +1,154 @@
+"""A whole policy in process: what a robot gets must not depend on who else is served, or on what ran before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.core.errors import CheckpointError, ConfigError, ObservationError, StreamClosedError
+from stretto.core.policy import RequestOptions
+from stretto.deploy.policy import Policy, PolicyOptions, load_policy
+
+CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+
+
+def observation(seed: int, prompt: str = "open the drawer") -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    images = {f"observation.images.{c}": rng.integers(0, 256, (48, 64, 3), dtype=np.uint8) for c in CAMERAS}
+    return {**images, "observation.state": rng.uniform(-0.5, 0.5, 8).astype(np.float32), "task": prompt}
+
+
+@pytest.fixture(scope="module")
+def options() -> PolicyOptions:
+    return PolicyOptions(device="cpu", max_batch=4, degenerate="hold", threads=2)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_checkpoint: Path, options: PolicyOptions) -> Iterator[Policy]:
+    policy = load_policy(tiny_checkpoint, options)
+    policy.warm()
+    yield policy
+    policy.close()
+
+
+def test_the_reply_is_a_chunk_in_robot_units_and_says_how_it_ran(policy: Policy) -> None:
+    session = policy.open_session("a")
+    reply = policy.submit(observation(0), RequestOptions(seed=1, request_id="r1"), session).result(20)
+    assert reply.actions.shape == (policy.metadata["action_horizon"], policy.metadata["action_dim"])
+    assert np.isfinite(reply.actions).all()
+    assert (reply.mode, reply.request_id) == ("eager", "r1")
+    assert {"preprocess", "vision", "prefix", "denoise", "postprocess"} == set(reply.stage_ms)
+    policy.close_session(session)
+
+
+def test_the_same_request_after_fifty_others_gives_the_same_bits(policy: Policy) -> None:
+    first = policy.infer(observation(0), RequestOptions(seed=3))["actions"]
+    for i in range(1, 51):
+        policy.infer(observation(i, "put the cup on the plate" if i % 2 else "go"), RequestOptions(seed=i))
+    np.testing.assert_array_equal(policy.infer(observation(0), RequestOptions(seed=3))["actions"], first)
+
+
+def test_a_row_in_the_middle_of_a_batch_equals_the_row_alone(policy: Policy) -> None:
+    alone = [policy.infer(observation(i), RequestOptions(seed=5))["actions"] for i in range(9)]
+    together = policy.infer_batch([observation(i) for i in range(9)], RequestOptions(seed=5))
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(b["actions"], a, rtol=0, atol=1e-5)
+
+
+def test_whole_route_and_visits_on_their_own_give_the_same_bits(tiny_checkpoint: Path, policy: Policy) -> None:
+    whole = load_policy(tiny_checkpoint, PolicyOptions(device="cpu", max_batch=1, plan="whole", degenerate="hold", threads=1))
+    whole.warm()
+    try:
+        for i in range(3):
+            a = whole.infer(observation(i), RequestOptions(seed=i))["actions"]
+            np.testing.assert_array_equal(policy.infer(observation(i), RequestOptions(seed=i))["actions"], a)
+    finally:
+        whole.close()
+
+
+def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:
+    a = policy.infer(observation(0), RequestOptions(seed=1))["actions"]
+    assert not np.array_equal(policy.infer(observation(0), RequestOptions(seed=2))["actions"], a)
+    b, c = policy.infer(observation(0))["actions"], policy.infer(observation(0))["actions"]
+    assert not np.array_equal(b, c)
+
+
+def test_a_bad_observation_fails_alone(policy: Policy) -> None:
+    session = policy.open_session("b")
+    bad = observation(1)
+    del bad["observation.state"]
+    futures = [policy.submit(o, RequestOptions(seed=0), session) for o in (observation(0), bad, observation(2))]
+    assert futures[0].result(20).actions.shape == futures[2].result(20).actions.shape
+    with pytest.raises(ObservationError, match=r"observation\.state"):
+        futures[1].result(20)
+    policy.close_session(session)
+
+
+def test_a_session_that_left_gets_nothing_more(policy: Policy) -> None:
+    session = policy.open_session("c")
+    policy.close_session(session)
+    policy.close_session(session)
+    with pytest.raises(ObservationError, match="open session"):
+        policy.submit(observation(0), RequestOptions(), session)
+
+
+def test_work_queued_by_a_session_that_leaves_is_dropped(tiny_checkpoint: Path, options: PolicyOptions) -> None:
+    policy = load_policy(tiny_checkpoint, options)
+    session = policy.open_session("leaver")
+    futures = [policy.submit(observation(i), RequestOptions(), session) for i in range(3)]
+    while not all(policy.engine.queue_depth >= 3 or f.done() for f in futures):
+        pass
+    policy.close_session(session)
+    policy.warm()
+    for future in futures:
+        with pytest.raises(StreamClosedError):
+            future.result(20)
+    policy.close()
+
+
+def test_denoise_steps_are_an_option(tiny_checkpoint: Path) -> None:
+    policy = load_policy(tiny_checkpoint, PolicyOptions(device="cpu", denoise_steps=3, degenerate="hold"))
+    assert sum(v.stage == "denoise" for v in policy.loaded.model.route.visits) == 3
+    policy.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (PolicyOptions(device="cpu", mode="graph", degenerate="hold"), "mode"),
+        (PolicyOptions(device="cpu", max_batch=0, degenerate="hold"), "max_batch"),
+        (PolicyOptions(device="nonsense"), "device"),
+        (PolicyOptions(device="cpu", dispatch="nobody", degenerate="hold"), "dispatch"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused_by_name(
+    tiny_checkpoint: Path, options: PolicyOptions, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(tiny_checkpoint, options)
+    assert caught.value.field == field
+
+
+def test_a_folder_of_another_layout_is_refused_with_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        load_policy(tmp_path, PolicyOptions(device="cpu"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_policy(tmp_path / "absent", PolicyOptions(device="cpu"))
+
+
+def test_a_network_and_a_processor_for_different_cameras_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["chunk_size"] = 12
+    config["stretto"]["vocab_size"] = 100
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, ConfigError), match=r"vocab|tokenizer"):
+        load_policy(folder, PolicyOptions(device="cpu", degenerate="hold"))
