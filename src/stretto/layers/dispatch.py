@@ -45,7 +45,7 @@ class FusedOp(Generic[P, R]):
         self,
         reference: Callable[P, R],
         kernel: Callable[P, R] | None = None,
-        supports: Callable[P, bool] | None = None,
+        supports: Callable[..., bool] | None = None,
     ) -> None:
         self.name = reference.__name__.removesuffix("_reference")
         self.reference, self.kernel, self.supports = reference, kernel, supports

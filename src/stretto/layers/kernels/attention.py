@@ -74,14 +74,14 @@ def _sdpa(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask: Tensor | None, s
     batch, tokens, heads, _ = q_BTHd.shape
     kv_heads = k_BNKd.shape[2]
     group = heads // kv_heads
-    q = q_BTHd.unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3)
+    q = q_BTHd.reshape(batch, tokens, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     k, v = k_BNKd.transpose(1, 2), v_BNKd.transpose(1, 2)
     if mask is not None and mask.shape[-2] > 1:
         mask = mask.repeat_interleave(group, dim=-2)
     if mask is not None:
         mask = mask.expand(batch, kv_heads, tokens * group, -1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.unflatten(2, (tokens, group)).transpose(1, 2).flatten(2, 3)
+    return out.reshape(batch, kv_heads, tokens, group, -1).transpose(1, 2).flatten(2, 3)
 
 
 def attention_triton(
@@ -107,27 +107,14 @@ def prefix_attention_triton(
     return split_attention(q_BTHd, keys, scale)
 
 
-def _masked_call(
-    q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, scale: float | None = None
-) -> bool:
+def _masked_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, **_: object) -> bool:
     """Without a mask SDPA has faster kernels."""
     return key_mask_BN is not None and fits(q_BTHd, k_BNKd, v_BNKd)
 
 
-def _arena_call(
-    q_BTHd: Tensor,
-    k_arena_SPKd: Tensor,
-    v_arena_SPKd: Tensor,
-    slots_B: Tensor,
-    *,
-    key_mask_BP: Tensor | None = None,
-    length_B: Tensor | None = None,
-    k_suffix_BTKd: Tensor | None = None,
-    v_suffix_BTKd: Tensor | None = None,
-    suffix_lead: int = 0,
-    scale: float | None = None,
-) -> bool:
-    return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd)
+def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, **named: object) -> bool:
+    suffix = [x for x in (named.get("k_suffix_BTKd"), named.get("v_suffix_BTKd")) if isinstance(x, Tensor)]
+    return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, *suffix)
 
 
 attention = FusedOp(attention_reference, attention_triton, supports=_masked_call)

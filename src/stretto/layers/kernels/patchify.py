@@ -18,7 +18,7 @@ def patchify_reference(images_NHWC: Tensor, patch: int, *, dtype: torch.dtype = 
     uint8 pixels are mapped to [-1, 1]; float pixels are taken as they are. Any strides (a permuted NCHW tensor) will do.
     """
     n, height, width, channels = images_NHWC.shape
-    pixels = images_NHWC.unflatten(2, (width // patch, patch)).unflatten(1, (height // patch, patch))
+    pixels = images_NHWC.reshape(n, height // patch, patch, width // patch, patch, channels)
     rows = pixels.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * patch * patch)
     if images_NHWC.dtype == torch.uint8:
         return (rows.float() / 127.5 - 1.0).to(dtype)

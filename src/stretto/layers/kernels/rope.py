@@ -50,8 +50,8 @@ def rope_write_reference(
 
 def split_qkv(qkv_BTC: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return q_BTHd, k_BTKd and v_BTKd as views."""
-    q, k, v = qkv_BTC.unflatten(-1, (heads + 2 * kv_heads, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
-    return q, k, v
+    split = qkv_BTC.view(*qkv_BTC.shape[:2], heads + 2 * kv_heads, head_dim)
+    return split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
 
 
 def rotary_angles(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

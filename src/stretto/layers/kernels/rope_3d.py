@@ -28,7 +28,7 @@ def rope_3d_reference(x_BTHd: Tensor, frame_start_B: Tensor, grid: tuple[int, in
     )
     angles = torch.cat(parts, dim=-1).flatten(1, 3)[:, :, None]
     cos, sin = angles.cos().float(), angles.sin().float()
-    even, odd = x_BTHd.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x_BTHd.float().reshape(*x_BTHd.shape[:-1], -1, 2).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BTHd.dtype)
 
 

@@ -250,10 +250,10 @@ def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Til
     return out
 
 
-def fits(q_BTHd: Tensor, *others: Tensor | None) -> bool:
+def fits(q_BTHd: Tensor, *others: Tensor) -> bool:
     """Tell whether the kernel takes these tensors: 16-bit, dense head axis, head size a power of two from 16 to 256."""
     head_dim = q_BTHd.shape[-1]
-    dense = all(x is None or (x.stride(-1) == 1 and x.dtype == q_BTHd.dtype) for x in (q_BTHd, *others))
+    dense = all(x.stride(-1) == 1 and x.dtype == q_BTHd.dtype for x in (q_BTHd, *others))
     return (
         dense and q_BTHd.dtype in (torch.bfloat16, torch.float16) and 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
     )
