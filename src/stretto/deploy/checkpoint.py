@@ -68,27 +68,34 @@ def layout_of(path: Path) -> Layout:
     )
 
 
-def load_checkpoint(
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files were read, all but the weights."""
+
+    config: Pi0Config
+    processor: PolicyProcessor
+    path: Path
+    layout: Layout
+
+
+def open_checkpoint(
     name: str | Path,
     *,
-    device: torch.device,
-    dtype: str,
     preset: Preset = None,
     tokenizer: str | Path | None = None,
     default_prompt: str | None = None,
     optional_cameras: Sequence[str] = (),
     degenerate: Degenerate = "refuse",
     denoise_steps: int | None = None,
-) -> Loaded:
-    """Load a policy checkpoint whole, or not at all.
+) -> Opened:
+    """Read and check everything of a checkpoint but its weights.
 
     Raises:
-        CheckpointError: if a file, tensor or statistic is missing, damaged or does not fit.
+        CheckpointError: if a file or statistic is missing, damaged or does not fit.
         ConfigError: if an option does not fit the checkpoint.
     """
     path = find_checkpoint(name)
     layout = layout_of(path)
-    changes = {} if denoise_steps is None else {"denoise_steps": denoise_steps}
     if layout == "lerobot":
         processor = PolicyProcessor.from_lerobot(
             path,
@@ -98,28 +105,32 @@ def load_checkpoint(
             optional_cameras=optional_cameras,
             degenerate=degenerate,
         )
-        config = Pi0Config.from_lerobot({**read_json(path / "config.json"), **_lerobot_steps(denoise_steps)})
+        steps = {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
+        config = Pi0Config.from_lerobot({**read_json(path / "config.json"), **steps})
     else:
         processor = PolicyProcessor.from_openpi(
             path, preset=preset, tokenizer=tokenizer, default_prompt=default_prompt, degenerate=degenerate
         )
-        spec = processor.spec
-        shapes = tensor_shapes(path)
         config = Pi0Config.from_openpi(
-            shapes,
-            action_horizon=spec.action_horizon,
-            cameras=len(spec.slots),
-            tokenizer_max_length=spec.prompt.token_limit,
-            **changes,
+            tensor_shapes(path),
+            action_horizon=processor.spec.action_horizon,
+            cameras=len(processor.spec.slots),
+            tokenizer_max_length=processor.spec.prompt.token_limit,
+            **({} if denoise_steps is None else {"denoise_steps": denoise_steps}),
         )
     _agree(config, processor, path)
-    pixels: Literal["uint8", "float32"] = "uint8" if processor.spec.resizer == "pil" else "float32"
-    model = build(config, device=device, dtype=dtype, pixels=pixels)
-    return Loaded(model, processor, load_weights(model, path), path, layout)
+    return Opened(config, processor, path, layout)
 
 
-def _lerobot_steps(denoise_steps: int | None) -> dict[str, int]:
-    return {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
+def load_checkpoint(opened: Opened, *, device: torch.device, dtype: str) -> Loaded:
+    """Build the network and load its weights, all of them or none.
+
+    Raises:
+        CheckpointError: naming every tensor and file that is missing, unexpected, misshapen or damaged.
+    """
+    pixels: Literal["uint8", "float32"] = "uint8" if opened.processor.spec.resizer == "pil" else "float32"
+    model = build(opened.config, device=device, dtype=dtype, pixels=pixels)
+    return Loaded(model, opened.processor, load_weights(model, opened.path), opened.path, opened.layout)
 
 
 def _agree(config: Pi0Config, processor: PolicyProcessor, path: Path) -> None:

@@ -22,7 +22,7 @@ from stretto.core.chunk import Chunk
 from stretto.core.errors import ConfigError, ObservationError, StrettoError
 from stretto.core.plan import Plan, per_visit, whole
 from stretto.core.policy import PolicyReply, RequestOptions, Session
-from stretto.deploy.checkpoint import Loaded, load_checkpoint
+from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.processors.policy import ModelInputs
 from stretto.processors.stats import Degenerate
@@ -259,10 +259,8 @@ def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) ->
     """
     options = options or PolicyOptions()
     device = resolve_device(options.device)
-    loaded = load_checkpoint(
+    opened = open_checkpoint(
         checkpoint,
-        device=device,
-        dtype=resolve_dtype(options.dtype, device),
         preset=options.preset,
         tokenizer=options.tokenizer,
         default_prompt=options.default_prompt,
@@ -270,4 +268,5 @@ def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) ->
         degenerate=options.degenerate,
         denoise_steps=options.denoise_steps,
     )
+    loaded = load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device))
     return Policy(loaded, options)

@@ -1,0 +1,56 @@
+"""Options that several verbs share, and how they become the objects below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from stretto.deploy.policy import PolicyOptions
+
+
+@dataclass(frozen=True)
+class PolicyFlags:
+    """How the policy runs."""
+
+    device: str = "auto"
+    """`cpu`, `cuda:N`, or auto."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    mode: Literal["auto", "graph", "eager"] = "auto"
+    plan: Literal["auto", "whole", "per_visit"] = "auto"
+    """One segment for the lowest latency of one robot, or robots joining and leaving batches between denoise steps."""
+    max_batch: int = 8
+    """Most robots in one batch."""
+    dispatch: str | None = None
+    """Order of waiting work: earliest_deadline_first, fill_first or first_come_first_served."""
+    preset: str | None = None
+    """Observation keys: libero, droid, aloha, metaworld, or a key-map file. The checkpoint's own by default."""
+    tokenizer: Path | None = None
+    """A tokenizer.json or PaliGemma .model, where none lies beside the checkpoint."""
+    default_prompt: str | None = None
+    optional_camera: tuple[str, ...] = ()
+    """A camera that requests may leave out."""
+    degenerate: Literal["refuse", "hold"] = "refuse"
+    """What to do with statistics without spread."""
+    denoise_steps: int | None = None
+    seed: int = 0
+
+    def resolve(self) -> PolicyOptions:
+        from stretto.deploy.policy import PolicyOptions
+
+        return PolicyOptions(
+            device=self.device,
+            dtype=self.dtype,
+            mode=self.mode,
+            plan=self.plan,
+            max_batch=self.max_batch,
+            dispatch=self.dispatch,
+            preset=self.preset,
+            tokenizer=self.tokenizer,
+            default_prompt=self.default_prompt,
+            optional_cameras=self.optional_camera,
+            degenerate=self.degenerate,
+            denoise_steps=self.denoise_steps,
+            seed=self.seed,
+        )
