@@ -103,7 +103,7 @@ def test_a_reply_holds_plain_values_and_one_array() -> None:
         return [leaf for value in tree for leaf in leaves(value)] if isinstance(tree, list) else [tree]
 
     assert {type(leaf) for leaf in leaves(said)} == {float, int, str}
-    assert said["rt"]["stage_ms"] == {"denoise": 1.5}
+    assert said["rt"]["stage_ms"] == {"decode": 0.0, "denoise": 1.5}
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -157,7 +157,7 @@ def pack_reply(
         "queue_ms": float(reply.queue_ms),
         "batch_size": int(reply.batch_size),
         "mode": str(reply.mode),
-        "stage_ms": {str(name): float(ms) for name, ms in reply.stage_ms.items()},
+        "stage_ms": {"decode": exchange.decode_ms, **{str(name): float(ms) for name, ms in reply.stage_ms.items()}},
         "notes": [str(note) for note in reply.notes],
     }
     timing = {"policy_timing": {"infer_ms": float(reply.infer_ms)}, "server_timing": server_timing}

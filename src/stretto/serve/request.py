@@ -30,6 +30,7 @@ class Exchange:
     request_id: str
     session_id: str
     began_s: float
+    decode_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,28 +125,28 @@ class PolicySession:
             await self._close(RESTARTING, "the server is shutting down")
 
     async def _reply(self, exchange: Exchange) -> None:
-        reply, decode_ms = await self._infer(exchange)
+        reply = await self._infer(exchange)
         encoding_s = time.perf_counter()
         frame = self._talk.reply(exchange, reply, encoding_s)
         sending_s = time.perf_counter()
         await self._send(frame)
         now_s = time.perf_counter()
         self._talk.replied(now_s)
-        own_ms = {"decode": decode_ms, "encode": (sending_s - encoding_s) * 1e3}
+        own_ms = {"decode": exchange.decode_ms, "encode": (sending_s - encoding_s) * 1e3}
         self._server.metrics.answered(reply, now_s - exchange.began_s, own_ms)
 
-    async def _infer(self, exchange: Exchange) -> tuple[PolicyReply, float]:
+    async def _infer(self, exchange: Exchange) -> PolicyReply:
         """Decode, submit and wait. Decoding has its own threads: a hostile message may take long to read."""
         loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
         read = loop.run_in_executor(self._server.decoders, read_request, exchange, self._talk.shape)
         observation, options = await read
-        decode_ms = (time.perf_counter() - started_s) * 1e3
+        exchange.decode_ms = (time.perf_counter() - started_s) * 1e3
         if self._handle is None:
             raise StreamClosedError("the session has no place in the policy")
         future = self._server.service.submit(observation, options, self._handle)
         try:
-            return await asyncio.wrap_future(future), decode_ms
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
