@@ -173,7 +173,9 @@ def test_a_manifest_beside_the_weights_says_what_openpi_keeps_in_code(openpi_fol
     np.testing.assert_allclose((out - base)[0], [*obs["observation/state"][:3], 0, 0, 0, 0], atol=1e-12)
 
 
-@pytest.mark.parametrize("entry", [{"discrete": True}, {"discrete_state": "no"}, {"relative": [1]}, {"action_horizon": True}])
+@pytest.mark.parametrize(
+    "entry", [{"discrete": True}, {"discrete_state": "no"}, {"relative": [1]}, {"action_horizon": True}, {"token_limit": -1}]
+)
 def test_a_manifest_with_a_wrong_entry_is_refused_by_name(openpi_folder: Write, entry: dict[str, Any]) -> None:
     folder = openpi_folder()
     (folder / "stretto.json").write_text(json.dumps({"processor": entry}))

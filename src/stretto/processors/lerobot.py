@@ -1,43 +1,23 @@
 """LeRobot folders: `config.json`, `policy_preprocessor.json`, `policy_postprocessor.json` and the files that they name.
 
-The statistics of a step are read from the file in its `state_file` entry: the number in such names has moved between
-versions. A step that is not known is refused, because what it does to a robot's numbers is not known either.
-
 Source: LeRobot 0.6.1 processor pipelines of pi0 and pi0.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.numpy
-
 from stretto.core.errors import CheckpointError, ConfigError
+from stretto.processors.lerobot_steps import POST, PRE, Steps, read_steps
 from stretto.processors.presets import ImageKey, KeyMap, StateKey, key_map
 from stretto.processors.prompts import PromptFormat, Style
-from stretto.processors.spec import FAMILIES, ProcessorSpec, positive, read_json
+from stretto.processors.spec import FAMILIES, ProcessorSpec, positive, read_json, table
 from stretto.processors.stats import LEROBOT, Degenerate, Mode, Normalizer, Rule, build_normalizer
 from stretto.processors.transforms import Group, Normalize, Pad, Relative, Transform
 
 STATE, ACTION = "observation.state", "action"
-PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
-STEPS = {
-    PRE: {
-        "rename_observations_processor",
-        "to_batch_processor",
-        "relative_actions_processor",
-        "normalizer_processor",
-        "pi05_prepare_state_tokenizer_processor_step",
-        "pi0_new_line_processor",
-        "tokenizer_processor",
-        "device_processor",
-    },
-    POST: {"unnormalizer_processor", "absolute_actions_processor", "device_processor"},
-}
 MODES: dict[str, Mode] = {
     "IDENTITY": "identity",
     "MEAN_STD": "mean_std",
@@ -45,84 +25,7 @@ MODES: dict[str, Mode] = {
     "QUANTILES": "quantiles",
     "QUANTILE10": "quantile10",
 }
-OLD_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 Stats = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps of one pipeline file, by registry name, in order."""
-
-    path: Path
-    configs: Mapping[str, dict[str, Any]]
-    files: Mapping[str, str]
-
-    def config(self, name: str) -> dict[str, Any]:
-        if name not in self.configs:
-            raise CheckpointError(f"{self.path}: no step {name}; found {list(self.configs)}")
-        return self.configs[name]
-
-    def stats(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return feature -> statistic -> array, from the step's own state file."""
-        self.config(name)
-        if name not in self.files:
-            return {}
-        path = self.path.parent / self.files[name]
-        try:
-            flat = safetensors.numpy.load_file(path)
-        except (OSError, safetensors.SafetensorError) as e:
-            raise CheckpointError(f"{path}: state of step {name} cannot be read ({e})") from e
-        stats: dict[str, dict[str, Any]] = {}
-        for key, value in flat.items():
-            feature, _, stat = key.rpartition(".")
-            stats.setdefault(feature, {})[stat] = value
-        return stats
-
-
-def read_steps(folder: Path, name: str) -> Steps:
-    """Read one pipeline file.
-
-    Raises:
-        CheckpointError: if it is missing, or has steps that are unknown, repeated or malformed.
-    """
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(_no_pipeline(folder, name))
-    steps = read_json(path).get("steps")
-    if not isinstance(steps, list) or not all(isinstance(s, dict) for s in steps):
-        raise CheckpointError(f"{path}: steps: expected a list of objects")
-    names = [str(s.get("registry_name") or s.get("class")) for s in steps]
-    unknown = [n for n in names if n not in STEPS[name]]
-    if unknown:
-        raise CheckpointError(f"{path}: unknown steps {unknown}; known are {sorted(STEPS[name])}")
-    twice = sorted({n for n in names if names.count(n) > 1} - {"device_processor"})
-    if twice:
-        raise CheckpointError(f"{path}: steps {twice} occur more than once")
-    for step, step_name in zip(steps, names, strict=True):
-        cast = (step.get("config") or {}).get("float_dtype")
-        if cast not in (None, "float32", "float"):
-            raise CheckpointError(f"{path}: {step_name}.float_dtype: got {cast!r}, expected float32 or none")
-        state_file = step.get("state_file", "x")
-        if not isinstance(state_file, str) or Path(state_file).name != state_file:
-            raise CheckpointError(
-                f"{path}: {step_name}.state_file: got {state_file!r}, expected a file name in the same folder"
-            )
-    configs = {n: dict(s.get("config") or {}) for s, n in zip(steps, names, strict=True)}
-    return Steps(path, configs, {n: s["state_file"] for s, n in zip(steps, names, strict=True) if "state_file" in s})
-
-
-def _no_pipeline(folder: Path, name: str) -> str:
-    weights = folder / "model.safetensors"
-    if weights.is_file():
-        with safetensors.safe_open(weights, framework="numpy") as f:
-            tensors = f.keys()
-        old = sorted(k for k in tensors if any(mark in k for mark in OLD_BUFFERS))
-        if old:
-            return (
-                f"{folder}: an old LeRobot checkpoint: no {name}, and normalisation buffers inside the weights "
-                f"({old[0]}, ...). Migrate it with LeRobot's migrate_policy_normalization script first"
-            )
-    return f"{folder / name}: no such file, so the normalisation of this checkpoint is not known"
 
 
 def lerobot_spec(
@@ -186,9 +89,9 @@ def held_dimensions(norms: Normalize) -> tuple[str, ...]:
 
 
 def _width(path: Path, config: dict[str, Any], group: str, name: str) -> int:
-    feature = (config.get(group) or {}).get(name)
+    feature = table(path, config, group).get(name)
     shape = feature.get("shape") if isinstance(feature, dict) else None
-    if not isinstance(shape, list) or len(shape) != 1 or not isinstance(shape[0], int) or shape[0] < 1:
+    if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int or shape[0] < 1:
         raise CheckpointError(f"{path}: {group}.{name}: got {feature!r}, expected a feature with a shape of one number")
     return shape[0]
 
@@ -205,22 +108,26 @@ def _normalizer(
     degenerate: Degenerate,
 ) -> Normalizer:
     own = steps.config(step)
-    declared, used = (config.get("normalization_mapping") or {}).get(kind), (own.get("norm_map") or {}).get(kind)
-    if used not in MODES:
+    declared = table(path, config, "normalization_mapping").get(kind)
+    used = table(steps.path, own, "norm_map").get(kind)
+    if not isinstance(used, str) or used not in MODES:
         raise CheckpointError(f"{steps.path}: {step}.norm_map.{kind}: got {used!r}, expected one of {list(MODES)}")
     if declared is not None and declared != used:
         raise CheckpointError(f"{steps.path}: {step} uses {used} for {kind}, but {path} declares {declared}")
     only = own.get("normalize_observation_keys")
-    listed = own.get("features") or {}
+    listed = table(steps.path, own, "features")
     if MODES[used] != "identity" and (feature not in listed or (only is not None and kind != "ACTION" and feature not in only)):
         raise CheckpointError(
             f"{steps.path}: {step} declares {used} for {kind} but would skip {feature}; it lists {sorted(listed)}"
         )
-    shape = (listed.get(feature) or {}).get("shape")
-    if shape is not None and list(shape) != [width]:
+    shape = table(steps.path, listed, feature).get("shape")
+    if shape is not None and shape != [width]:
         raise CheckpointError(f"{steps.path}: {step}.features.{feature}: got shape {shape}, but {path} says [{width}]")
     found = stats if stats is not None else steps.stats(step)
-    rule = Rule(LEROBOT.name, float(own.get("eps", LEROBOT.eps)), LEROBOT.always, LEROBOT.dtype)
+    eps = own.get("eps", LEROBOT.eps)
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < 1:
+        raise CheckpointError(f"{steps.path}: {step}.eps: got {eps!r}, expected a small number")
+    rule = Rule(LEROBOT.name, float(eps), LEROBOT.always, LEROBOT.dtype)
     try:
         return build_normalizer(feature, MODES[used], found.get(feature), width=width, rule=rule, degenerate=degenerate)
     except CheckpointError as e:
@@ -228,11 +135,11 @@ def _normalizer(
 
 
 def _require_identity_images(path: Path, config: dict[str, Any], pre: Steps) -> None:
-    for where, table in (
-        (path, config.get("normalization_mapping")),
-        (pre.path, pre.config("normalizer_processor").get("norm_map")),
+    for where, raw, name in (
+        (path, config, "normalization_mapping"),
+        (pre.path, pre.config("normalizer_processor"), "norm_map"),
     ):
-        mode = (table or {}).get("VISUAL", "IDENTITY")
+        mode = table(where, raw, name).get("VISUAL", "IDENTITY")
         if mode != "IDENTITY":
             raise CheckpointError(f"{where}: VISUAL normalisation: got {mode}, expected IDENTITY for pi0 and pi0.5")
 
@@ -244,8 +151,8 @@ def _relative(pre: Steps, post: Steps, state_dim: int, action_dim: int) -> list[
         raise CheckpointError(f"{pre.path}: relative actions are {on[0]} before the model but {on[1]} after it ({post.path})")
     if not on[0]:
         return []
-    excluded = [str(n).lower() for n in step.get("exclude_joints") or [] if n]
-    names = [str(n).lower() for n in step.get("action_names") or []]
+    excluded, names = ([n.lower() for n in _names(pre.path, step, key)] for key in ("exclude_joints", "action_names"))
+    excluded = [n for n in excluded if n]
     mask = [not any(part in name for part in excluded) for name in names[:action_dim]]
     mask += [True] * (action_dim - len(mask))
     if state_dim < action_dim:
@@ -253,10 +160,19 @@ def _relative(pre: Steps, post: Steps, state_dim: int, action_dim: int) -> list[
     return [Relative(tuple(mask))]
 
 
+def _names(path: Path, step: dict[str, Any], key: str) -> list[str]:
+    names = step.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise CheckpointError(f"{path}: relative_actions_processor.{key}: got {names!r}, expected a list of names")
+    return names
+
+
 def _cameras(path: Path, config: dict[str, Any], optional: Sequence[str]) -> tuple[list[str], list[str]]:
-    features = config.get("input_features") or {}
+    features, count = table(path, config, "input_features"), config.get("empty_cameras") or 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 16:
+        raise CheckpointError(f"{path}: empty_cameras: got {count!r}, expected a small whole number")
     slots = [k for k, f in features.items() if isinstance(f, dict) and f.get("type") == "VISUAL"]
-    empty = [f"observation.images.empty_camera_{i}" for i in range(config.get("empty_cameras") or 0)]
+    empty = [f"observation.images.empty_camera_{i}" for i in range(count)]
     slots += [e for e in empty if e not in slots]
     real = [s for s in slots if s not in empty]
     if not real:
@@ -268,7 +184,9 @@ def _cameras(path: Path, config: dict[str, Any], optional: Sequence[str]) -> tup
 
 
 def _own_keys(pre: Steps, slots: Sequence[str], required: Sequence[str]) -> KeyMap:
-    renamed = pre.configs.get("rename_observations_processor", {}).get("rename_map") or {}
+    renamed = table(pre.path, pre.configs.get("rename_observations_processor", {}), "rename_map")
+    if not all(isinstance(v, str) for v in renamed.values()):
+        raise CheckpointError(f"{pre.path}: rename_map: got {renamed}, expected names")
     before = {new: old for old, new in renamed.items()}
     if len(before) != len(renamed):
         raise CheckpointError(f"{pre.path}: rename_map: got {renamed}, expected each new name once")
@@ -278,7 +196,7 @@ def _own_keys(pre: Steps, slots: Sequence[str], required: Sequence[str]) -> KeyM
 
 def _resolution(path: Path, config: dict[str, Any]) -> tuple[int, int]:
     size = config.get("image_resolution", [224, 224])
-    if not isinstance(size, list) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise CheckpointError(f"{path}: image_resolution: got {size!r}, expected [height, width]")
     return size[0], size[1]
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from stretto.core.errors import CheckpointError, ConfigError
 from stretto.processors.lerobot import held_dimensions
 from stretto.processors.presets import OPENPI_SLOTS, PRESETS, KeyMap, key_map
@@ -46,6 +44,12 @@ class OpenpiOptions:
     """Side of the model's square images; 224 where nothing else is said."""
     asset_id: str | None = None
     """Which folder under `assets`; needed only where there are several."""
+
+    def __post_init__(self) -> None:
+        for name in ("action_dim", "action_horizon", "token_limit", "image_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, got=value, expected="a positive whole number")
 
     def over(self, base: OpenpiOptions) -> OpenpiOptions:
         mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
@@ -118,7 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _check_option(path: Path, name: str, value: object) -> None:
     kinds: dict[str, type] = {"discrete_state": bool, "aloha_joints": bool, "asset_id": str, "relative": list}
     kind = kinds.get(name, int)
-    wrong = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+    wrong = not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1))
     if kind is list and isinstance(value, list):
         wrong = not all(isinstance(v, bool) for v in value)
     if value is not None and wrong:
@@ -209,7 +213,8 @@ def _robot_width(name: str, declared: int | None, stats: dict[str, dict[str, Any
     if declared is not None:
         return declared
     key = "mean" if mode == "mean_std" else "q01"
-    width = int(np.size(stats[name].get(key, ())))
+    values = stats[name].get(key)
+    width = len(values) if isinstance(values, list) else 0
     if not 0 < width < model_dim:
         raise ConfigError(
             f"{name} width",

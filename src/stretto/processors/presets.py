@@ -104,17 +104,18 @@ class KeyMap:
                 "key_map", got=sorted(raw), expected=f"an images table and a state list; keys among {sorted(allowed)}"
             )
         images = tuple(
-            _entry(
-                ImageKey, f"key_map.images[{key}]", {"key": key, **({"slot": slot} if isinstance(slot, str) else dict(slot))}
-            )
+            _entry(ImageKey, f"key_map.images[{key}]", {"slot": slot} if isinstance(slot, str) else slot, {"key": key})
             for key, slot in raw["images"].items()
         )
         state = tuple(
-            _entry(StateKey, f"key_map.state[{i}]", {"key": entry} if isinstance(entry, str) else dict(entry))
+            _entry(StateKey, f"key_map.state[{i}]", {"key": entry} if isinstance(entry, str) else entry, {})
             for i, entry in enumerate(raw["state"])
         )
-        rest = {k: tuple(raw[k]) for k in ("prompt_aliases", "ignored") if k in raw}
-        return KeyMap(name, images, state, raw.get("prompt", "prompt"), **rest)
+        prompt = raw.get("prompt", "prompt")
+        if not isinstance(prompt, str):
+            raise ConfigError("key_map.prompt", got=repr(prompt), expected="a key")
+        rest = {k: _names(k, raw[k]) for k in ("prompt_aliases", "ignored") if k in raw}
+        return KeyMap(name, images, state, prompt, **rest)
 
     @staticmethod
     def from_file(path: Path) -> KeyMap:
@@ -137,13 +138,24 @@ E = TypeVar("E", ImageKey, StateKey)
 _CHOICES = {"layout": ("hwc", "chw"), "order": ("rgb", "bgr")}
 
 
-def _entry(kind: type[E], where: str, raw: dict[str, Any]) -> E:
+def _names(field: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise ConfigError(f"key_map.{field}", got=repr(value), expected="a list of keys")
+    return tuple(value)
+
+
+def _entry(kind: type[E], where: str, declared: object, more: Mapping[str, Any]) -> E:
     known = {f.name for f in fields(kind)}
+    if not isinstance(declared, Mapping):
+        raise ConfigError(where, got=repr(declared), expected=f"text, or a table with keys among {sorted(known)}")
+    raw = {**declared, **more}
     if set(raw) - known or not isinstance(raw.get("key"), str) or (kind is ImageKey and not isinstance(raw.get("slot"), str)):
         raise ConfigError(where, got=sorted(raw), expected=f"keys among {sorted(known)}")
     for name, choices in _CHOICES.items():
-        if name in raw and raw[name] not in choices:
+        if raw.get(name, choices[0]) not in choices:
             raise ConfigError(f"{where}.{name}", got=repr(raw[name]), expected=f"one of {list(choices)}")
+    if not isinstance(raw.get("required", True), bool):
+        raise ConfigError(f"{where}.required", got=repr(raw["required"]), expected="true or false")
     width = raw.get("width")
     if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
         raise ConfigError(f"{where}.width", got=repr(width), expected="a positive whole number")
@@ -190,7 +202,7 @@ ALOHA = KeyMap(
 PRESETS: Mapping[str, KeyMap] = {m.name: m for m in (LIBERO, DROID, ALOHA, METAWORLD)}
 
 
-def key_map(preset: str | KeyMap | Mapping[str, Any] | Path) -> KeyMap:
+def key_map(preset: object) -> KeyMap:
     """Return the map that a preset name, a declared table or a file stands for.
 
     Raises:
@@ -200,6 +212,8 @@ def key_map(preset: str | KeyMap | Mapping[str, Any] | Path) -> KeyMap:
         return preset
     if isinstance(preset, Mapping):
         return KeyMap.from_mapping(preset)
+    if not isinstance(preset, str | Path):
+        raise ConfigError("preset", got=repr(preset), expected=f"one of {sorted(PRESETS)}, a table or a file")
     if isinstance(preset, Path) or preset.endswith((".toml", ".json")):
         return KeyMap.from_file(Path(preset))
     if preset not in PRESETS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,3 +82,15 @@ def positive(path: Path, raw: dict[str, Any], name: str, default: int | None = N
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{path}: {name}: got {value!r}, expected a positive whole number")
     return value
+
+
+def table(path: Path, raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a nested object of a config file; an absent one is empty.
+
+    Raises:
+        CheckpointError: naming the file and the field, if it is something else.
+    """
+    value = raw.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {name}: got {value!r}, expected an object")
+    return dict(value or {})
