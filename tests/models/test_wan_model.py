@@ -11,9 +11,9 @@ from transformers import UMT5Config, UMT5EncoderModel
 from wan_world import Member, Streams
 
 from stretto.core.errors import CheckpointError, ConfigError, ObservationError, PromptTooLongError
-from stretto.models.wan import WanModel, build, initialise
+from stretto.models.wan import WanModel, build
 from stretto.models.wan_actions import ActionTrack
-from stretto.models.wan_config import CAUSVID, SELF_FORCING, Level, preset, tiny_config
+from stretto.models.wan_config import CAUSVID, SELF_FORCING, SPECS, Level, tiny_config
 from stretto.models.wan_noise import noise
 from stretto.models.wan_text import TextEncoder
 from stretto.models.wan_weights import detect, diffusers_name, read_pt
@@ -25,7 +25,7 @@ from stretto.runtime.weights import load_weights, save_weights, update_weights
     [("wan2.1-1.3b", 46.44e6, 1.419e9, 1560), ("wan2.1-14b", 351.39e6, 14.288e9, 1560), ("wan2.2-5b", 163.66e6, 5.0e9, 880)],
 )
 def test_the_presets_have_the_published_sizes(name: str, blocks: float, total: float, tokens: int) -> None:
-    model = build(name, "meta")
+    model = build(SPECS[name], device="meta")
     assert sum(p.numel() for p in model.net.blocks[0].parameters()) == pytest.approx(blocks, rel=1e-3)
     assert sum(p.numel() for p in model.net.parameters()) == pytest.approx(total, rel=1e-3)
     assert model.config.tokens_per_frame == tokens
@@ -57,7 +57,7 @@ def test_the_self_forcing_list_is_warped_and_looked_up_in_the_table() -> None:
 )
 def test_a_config_that_cannot_work_is_refused_by_field(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        replace(preset("wan2.1-1.3b"), **changes)  # type: ignore[arg-type]
+        replace(SPECS["wan2.1-1.3b"], **changes)  # type: ignore[arg-type]
 
 
 def test_noise_depends_on_its_name_alone_and_is_normal() -> None:
@@ -90,7 +90,7 @@ def test_actions_steer_the_chunk_that_carries_them_and_zero_adapters_do_nothing(
     plain_config = replace(tiny_config(), frames_per_chunk=2)
     config = replace(plain_config, actions=(ActionTrack("camera", 3),))
     model, plain = WanModel(config), WanModel(plain_config)
-    initialise(model, seed=1)
+    model.randomize(seed=1)
     update_weights(plain, ((n, v) for n, v in model.weight_map().views.items() if "actions." not in n), complete=True)
     left, right = torch.full((5, 3), -1.0), torch.full((5, 3), 1.0)
     chunks = [Streams(model).chunk(0, 0, model.inputs(1, 0, 0, actions={"camera": a})) for a in (left, right)]
@@ -104,7 +104,7 @@ def test_actions_steer_the_chunk_that_carries_them_and_zero_adapters_do_nothing(
 
 def test_a_first_frame_stays_as_it_was_given_and_only_in_the_first_chunk() -> None:
     model = WanModel(replace(tiny_config(), frames_per_chunk=2, first_frame=True))
-    initialise(model, seed=2)
+    model.randomize(seed=2)
     given = torch.randn(model.config.latent_shape[1:], generator=torch.Generator().manual_seed(3))
     context = Streams(WanModel(tiny_config())).conditions[0]["context"]
     streams = Streams(model, 2, conditions=[{"context": context, "first_frame": (v, given)} for v in (1, 0)])
@@ -144,7 +144,7 @@ def test_umt5_embeds_the_prompts_tokens_and_refuses_too_many() -> None:
 
 def tiny_filled(seed: int) -> WanModel:
     model = WanModel(tiny_config())
-    initialise(model, seed=seed)
+    model.randomize(seed=seed)
     return model
 
 
@@ -211,7 +211,7 @@ def test_a_part_of_the_model_holds_only_its_own_weights_and_computes_the_same(tm
     streams.admit(0, whole.inputs(1, 0, 0))
     for stage in ("embed", "block.0"):
         streams.run(stage, [Member(0, 0, 0)])
-    for name in ("x", "h", "noise_key"):
+    for name in ("x", "h", "place"):
         rest.arenas[name].copy_(streams.arenas[name])
     for stage in ("block.1", "head"):
         streams.run(stage, [Member(0, 0, 0)])

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from wan_world import Member, StreamRows, Streams, prompt
 
 from stretto.layers.kernels import gated_add, layer_norm, modulated_layer_norm, rope_3d
-from stretto.models.wan import WanModel, initialise
+from stretto.models.wan import WanModel
 from stretto.models.wan_config import Level, WanConfig, tiny_config
 from stretto.models.wan_net import Block
 from stretto.models.wan_stages import HeadStage
@@ -121,7 +121,7 @@ def test_the_clean_policy_over_four_chunks_equals_a_block_causal_masked_forward(
         levels=(Level(900.0, 0.9),),
     )  # fmt: skip
     model = WanModel(config)
-    initialise(model, seed=3)
+    model.randomize(seed=3)
     streams = Streams(model)
     context = streams.conditions[0]["context"][1]
     noisy, clean = [], []

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from wan_world import Member, Streams
 
-from stretto.models.wan import WanModel, initialise
+from stretto.models.wan import WanModel
 from stretto.models.wan_config import tiny_config
 from stretto.models.wan_ring import Ring, attend_slots, write_pages
 
@@ -57,7 +57,7 @@ def test_rows_in_neighbouring_slots_share_a_call_and_get_what_they_get_alone() -
 
 def test_rows_of_other_streams_steps_and_chunks_in_a_batch_equal_the_rows_alone() -> None:
     model = WanModel(replace(tiny_config(), frames_per_chunk=2))
-    initialise(model, seed=4)
+    model.randomize(seed=4)
     alone, together = Streams(model, 3), Streams(model, 3)
     for stream in range(3):
         for chunk in range(stream + 1):
@@ -77,7 +77,7 @@ def test_rows_of_other_streams_steps_and_chunks_in_a_batch_equal_the_rows_alone(
 
 def test_same_step_rings_keep_each_steps_own_noisy_keys_and_chunks_may_overlap() -> None:
     model = WanModel(replace(tiny_config(), frames_per_chunk=2))
-    initialise(model, seed=4)
+    model.randomize(seed=4)
     serial, pipelined = Streams(model), Streams(model)
     chunks = 12
     inputs = [model.inputs(9, 0, chunk) for chunk in range(chunks)]
@@ -102,7 +102,7 @@ def test_same_step_rings_keep_each_steps_own_noisy_keys_and_chunks_may_overlap()
 
 def test_seeding_fills_every_ring_alike_and_changes_what_follows() -> None:
     model = WanModel(replace(tiny_config(), frames_per_chunk=2))
-    initialise(model, seed=4)
+    model.randomize(seed=4)
     given = torch.randn(4, *model.config.latent_shape[1:], generator=torch.Generator().manual_seed(6))
     seeded, other = Streams(model), Streams(model)
     for streams, latents in ((seeded, given), (other, -given)):
@@ -131,7 +131,7 @@ def test_the_policies_say_which_ring_a_step_uses_and_what_it_waits_for() -> None
 
 def test_a_new_prompt_reaches_the_chunks_admitted_with_it_and_no_earlier_ring_slot() -> None:
     model = WanModel(tiny_config())
-    initialise(model, seed=4)
+    model.randomize(seed=4)
     streams = Streams(model, 2)
     first = streams.chunk(0, 0, model.inputs(9, 0, 0))
     before = streams.arenas["block.0.cross_k"].clone()

@@ -61,7 +61,6 @@ class StreamRows:
         pad = [0] * padding
         self.slots_B = torch.tensor([row.slot for row in self.host] + pad)
         self.steps_B = torch.tensor([row.step for row in self.host] + pad)
-        self.chunks_B = torch.tensor([row.chunk for row in self.host] + pad)
         self.state_slots_B = torch.tensor(slots + pad)
 
     @property

@@ -9,7 +9,7 @@ Source: Wan2.1, Wan2.2, Self-Forcing (arXiv 2506.08009), CausVid (arXiv 2412.077
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,11 @@ from stretto.core.model import Buckets, Stage, StateKey
 from stretto.core.route import Route, StageSpec, TensorSpec, Visit
 from stretto.core.weights import WeightMap
 from stretto.models.wan_actions import ActionTrack
-from stretto.models.wan_config import WanConfig, preset, tiny_config
+from stretto.models.wan_config import SPECS, WanConfig, tiny_config
 from stretto.models.wan_light import LightDecoder
 from stretto.models.wan_net import DTYPES, WanNet
 from stretto.models.wan_noise import chunk_key, noise
-from stretto.models.wan_stages import CONTEXT, FIRST_FRAME, NOISE_KEY, BlockStage, Clocks, EmbedStage, HeadStage
+from stretto.models.wan_stages import CONTEXT, FIRST_FRAME, PLACE, BlockStage, Clocks, EmbedStage, HeadStage
 from stretto.models.wan_vae import Decoder, DecodeStage
 from stretto.models.wan_weights import weight_map
 
@@ -100,7 +100,7 @@ class WanModel:
         values = {
             "x": TensorSpec(config.latent_shape, "float32"),
             "h": TensorSpec((frames * config.tokens_per_frame, config.width), config.dtype),
-            NOISE_KEY: TensorSpec((1,), "int64"),
+            PLACE: TensorSpec((2,), "int64"),
         }
         values |= {track.value: TensorSpec((frames, track.dim), "float32") for track in config.actions}
         if self.decoder is not None:
@@ -159,7 +159,7 @@ class WanModel:
         return [Visit("embed", step), *(Visit(f"block.{i}", step) for i in range(self.config.blocks))]
 
     def _route(self, visits: list[Visit]) -> Route:
-        inputs = ("x", NOISE_KEY, *(track.value for track in self.config.actions))
+        inputs = ("x", PLACE, *(track.value for track in self.config.actions))
         outputs = ("x",) if self.decoder is None else ("x", "frames")
         return Route(self.specs, tuple(visits), inputs, outputs)
 
@@ -207,7 +207,7 @@ class WanModel:
                 raise ObservationError("source", got=f"shape {tuple(source_FChw.shape)}", expected=str(config.latent_shape))
             sigma = config.levels[0].sigma
             x = ((1.0 - sigma) * source_FChw.to(x.device).double() + sigma * x.double()).float()
-        made = {"x": x, NOISE_KEY: torch.tensor([chunk_key(seed, stream, chunk)], device=self.device)}
+        made = {"x": x, PLACE: torch.tensor([chunk, chunk_key(seed, stream, chunk)], device=self.device)}
         if set(given) != {track.name for track in config.actions}:
             raise ObservationError("actions", got=sorted(given), expected=sorted(track.name for track in config.actions))
         for track in config.actions:
@@ -251,7 +251,7 @@ class WanModel:
         if list(latents_FChw.shape[1:]) != rest or len(latents_FChw) % frames or not len(latents_FChw):
             expected = f"{rest} and a multiple of {frames} frames"
             raise ObservationError("latents", got=f"shape {tuple(latents_FChw.shape)}", expected=expected)
-        return list(latents_FChw.float().split(frames))
+        return list(torch.split(latents_FChw.float(), frames))
 
     def weight_map(self) -> WeightMap:
         return weight_map(self.net)
@@ -261,6 +261,21 @@ class WanModel:
         for stage in self._stages.values():
             if isinstance(stage, BlockStage):
                 stage.forget_prompts()
+
+    def randomize(self, seed: int) -> None:
+        """Fill the model with random weights of sane scale, and refresh it."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.net.named_parameters():
+                if parameter.is_meta:
+                    continue
+                if "norm" in name:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                elif parameter.dim() == 1:
+                    parameter.normal_(0.0, 0.02, generator=generator)
+                else:
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        self.refresh()
 
     def base(self) -> BaseWeights:
         """Return the model as one whose checkpoints hold no action adapters."""
@@ -290,44 +305,42 @@ def _keep_tables_in_fp32(module: nn.Module) -> None:
             module.register_buffer(name, buffer.float(), persistent=False)
 
 
-def initialise(model: WanModel, seed: int = 0) -> None:
-    """Fill a model with random weights of sane scale, and refresh it; for tests and for measuring."""
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.net.named_parameters():
-            if parameter.is_meta:
-                continue
-            if "norm" in name:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif parameter.dim() == 1:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-    model.refresh()
-
-
 def build(
-    name: str,
-    device: torch.device | str = "cpu",
+    config: WanConfig,
     *,
+    device: torch.device | str = "cpu",
     decoder: Decoder | None = None,
     only: Collection[str] | None = None,
-    **changes: Any,
 ) -> WanModel:
-    """Build a preset with some fields of its configuration changed; its weights are not yet set.
-
-    Raises:
-        ConfigError: if the name or a field does not fit.
-    """
-    return WanModel(replace(preset(name), **changes), device, decoder=decoder, only=only)
+    """Make a model on a device. Its weights are not set: load a checkpoint or call `randomize` next."""
+    return WanModel(config, device, decoder=decoder, only=only)
 
 
-def tiny() -> list[WanModel]:
+def tiny() -> tuple[WanModel, ...]:
     """Return small models with random weights: the overlapping policy with an action track, and the reference policy."""
     camera = ActionTrack("camera", 4)
-    light = LightDecoder(16, 8, (8, 8, 8), seed=0)
     clean = replace(tiny_config(), name="wan-tiny-clean", kv_policy="clean", frames_per_chunk=2, decoder="light")
-    models = [WanModel(replace(tiny_config(), actions=(camera,))), WanModel(clean, decoder=light)]
+    light = LightDecoder(16, 8, (8, 8, 8))
+    models = build(replace(tiny_config(), actions=(camera,))), build(clean, decoder=light)
     for model in models:
-        initialise(model)
+        model.randomize(seed=0)
     return models
+
+
+def presets() -> Mapping[str, Callable[..., WanModel]]:
+    """Return builders with seeded random weights, by the name that users type.
+
+    A builder takes `device`, `dtype`, `decoder`, `only` and any field of the configuration.
+    """
+
+    def builder(config: WanConfig) -> Callable[..., WanModel]:
+        def build_random(
+            *, device: str, dtype: str, decoder: Decoder | None = None, only: Collection[str] | None = None, **changes: Any
+        ) -> WanModel:
+            model = build(replace(config, dtype=dtype, **changes), device=device, decoder=decoder, only=only)
+            model.randomize(seed=0)
+            return model
+
+        return build_random
+
+    return {name: builder(config) for name, config in SPECS.items()}

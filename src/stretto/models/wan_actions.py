@@ -66,4 +66,4 @@ class ActionTrack:
             return track.contiguous()
         if chunk == 0:
             track = torch.cat((track[:1].expand(time_stride, -1), track[1:]))
-        return track.unflatten(0, (frames_per_chunk, time_stride)).mean(dim=1)
+        return torch.unflatten(track, 0, (frames_per_chunk, time_stride)).mean(dim=1)

@@ -5,7 +5,7 @@ Source: Wan2.1 and Wan2.2 model configurations; the denoise lists of Self-Forcin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -150,6 +150,8 @@ class WanConfig:
             )
         if self.freq_width % 2:
             raise ConfigError("freq_width", got=self.freq_width, expected="an even number")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError("dtype", got=repr(self.dtype), expected="float32, bfloat16 or float16")
         if self.kv_policy not in ("same_step", "last_step", "clean"):
             raise ConfigError("kv_policy", got=repr(self.kv_policy), expected="same_step, last_step or clean")
         names = [track.name for track in self.actions]
@@ -212,19 +214,14 @@ class WanConfig:
         return frames if chunk > 0 else frames - self.time_stride + 1
 
 
-def wan21_1_3b() -> WanConfig:
-    return WanConfig(name="wan2.1-1.3b", blocks=30, width=1536, ffn_width=8960, heads=12)
-
-
-def wan21_14b() -> WanConfig:
-    return WanConfig(name="wan2.1-14b", blocks=40, width=5120, ffn_width=13824, heads=40)
-
-
-def wan22_5b() -> WanConfig:
-    return WanConfig(
+SPECS: Mapping[str, WanConfig] = {
+    "wan2.1-1.3b": WanConfig(name="wan2.1-1.3b", blocks=30, width=1536, ffn_width=8960, heads=12),
+    "wan2.1-14b": WanConfig(name="wan2.1-14b", blocks=40, width=5120, ffn_width=13824, heads=40),
+    "wan2.2-5b": WanConfig(
         name="wan2.2-5b", blocks=30, width=3072, ffn_width=14336, heads=24, channels=48, space_stride=16,
         pixel_height=704, pixel_width=1280, frame_hz=24.0,
-    )  # fmt: skip
+    ),
+}  # fmt: skip
 
 
 def tiny_config() -> WanConfig:
@@ -233,22 +230,3 @@ def tiny_config() -> WanConfig:
         name="wan-tiny", blocks=2, width=48, ffn_width=96, heads=3, text_width=24, text_tokens=8, freq_width=16,
         pixel_height=64, pixel_width=96, frames_per_chunk=1, window_frames=6, sink_frames=1, dtype="float32",
     )  # fmt: skip
-
-
-PRESETS: Mapping[str, Callable[[], WanConfig]] = {
-    "wan2.1-1.3b": wan21_1_3b,
-    "wan2.1-14b": wan21_14b,
-    "wan2.2-5b": wan22_5b,
-    "wan-tiny": tiny_config,
-}
-
-
-def preset(name: str) -> WanConfig:
-    """Return a known configuration.
-
-    Raises:
-        ConfigError: if there is none of that name.
-    """
-    if name not in PRESETS:
-        raise ConfigError("model", got=repr(name), expected=f"one of {sorted(PRESETS)}")
-    return PRESETS[name]()

@@ -60,7 +60,7 @@ class LightNet(nn.Module):
             caches[i].copy_(last)
             x = functional.relu(grow(functional.interpolate(x, scale_factor=2.0, mode="nearest")))
             if self.doubles(i, len(self.memory)):
-                x = x.unflatten(1, (2, -1)).flatten(0, 1)
+                x = torch.unflatten(x, 1, (2, -1)).flatten(0, 1)
         return functional.pixel_shuffle(self.conv_out(x), self.shuffle)
 
 

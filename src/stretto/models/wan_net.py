@@ -43,7 +43,10 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x_BND).chunk(3, dim=-1)
         q = rms_norm(q, self.norm_q.weight, self.eps, unit_offset=False)
         k = rms_norm(k, self.norm_k.weight, self.eps, unit_offset=False)
-        return tuple(part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))  # type: ignore[return-value]
+        return self._split(q), self._split(k), self._split(v)
+
+    def _split(self, x_BND: Tensor) -> Tensor:
+        return torch.unflatten(x_BND, -1, (self.heads, -1))
 
 
 class CrossAttention(nn.Module):
@@ -60,13 +63,13 @@ class CrossAttention(nn.Module):
 
     def query(self, x_BND: Tensor) -> Tensor:
         q = rms_norm(self.q(x_BND), self.norm_q.weight, self.eps, unit_offset=False)
-        return q.unflatten(-1, (self.heads, -1))
+        return torch.unflatten(q, -1, (self.heads, -1))
 
     def keys_values(self, text_XD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the prompt's keys and values as [X, H, d]."""
         k, v = self.kv(text_XD).chunk(2, dim=-1)
         k = rms_norm(k, self.norm_k.weight, self.eps, unit_offset=False)
-        return k.unflatten(-1, (self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        return torch.unflatten(k, -1, (self.heads, -1)), torch.unflatten(v, -1, (self.heads, -1))
 
 
 class ActionAdapter(nn.Module):
@@ -78,7 +81,7 @@ class ActionAdapter(nn.Module):
 
     def forward(self, x_BND: Tensor, action_BFD: Tensor) -> Tensor:
         frames = action_BFD.shape[1]
-        x = x_BND.unflatten(1, (frames, -1))
+        x = torch.unflatten(x_BND, 1, (frames, -1))
         scale, shift = self.scale(action_BFD)[:, :, None], self.shift(action_BFD)[:, :, None]
         return torch.addcmul(x + shift, x, scale).flatten(1, 2)
 
@@ -141,24 +144,24 @@ class WanNet(nn.Module):
     def patchify(self, x_BFChw: Tensor) -> Tensor:
         """Return [B, N, C p p], tokens in frame, row, column order."""
         p = self.config.patch
-        cut = x_BFChw.unflatten(4, (-1, p)).unflatten(3, (-1, p))
+        cut = torch.unflatten(torch.unflatten(x_BFChw, 4, (-1, p)), 3, (-1, p))
         return cut.permute(0, 1, 3, 5, 2, 4, 6).flatten(4).flatten(1, 3)
 
     def unpatchify(self, patches_BNP: Tensor) -> Tensor:
         """Return [B, F, C, h, w] from patches whose channel is the fastest axis."""
         p, (rows, columns) = self.config.patch, self.config.grid
-        cut = patches_BNP.unflatten(2, (p, p, -1)).unflatten(1, (-1, rows, columns))
+        cut = torch.unflatten(torch.unflatten(patches_BNP, 2, (p, p, -1)), 1, (-1, rows, columns))
         return cut.permute(0, 1, 6, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
     def embed_text(self, context_XE: Tensor) -> Tensor:
         """Return the prompt at the network's width; rows past the prompt are zeros and stay in the attention."""
-        weight = self.text_embedding["0"].weight
-        out: Tensor = self.text_embedding["2"](gelu_tanh(self.text_embedding["0"](context_XE.to(weight.dtype))))
+        dtype = self.text_embedding["0"].get_parameter("weight").dtype
+        out: Tensor = self.text_embedding["2"](gelu_tanh(self.text_embedding["0"](context_XE.to(dtype))))
         return out
 
     def embed_action(self, name: str, action_BFA: Tensor) -> Tensor:
         layer = self.actions[name]
-        return silu(layer(action_BFA.to(layer.weight.dtype)))
+        return silu(layer(action_BFA.to(layer.get_parameter("weight").dtype)))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -167,9 +170,10 @@ class WanNet(nn.Module):
         steps = [level.timestep for level in config.levels]
         timesteps = torch.tensor([*steps, config.context_level.timestep, 0.0], dtype=torch.float64)
         first = self.time_embedding["0"]
-        e = _linear32(sinusoid(timesteps.to(first.weight.device), config.freq_width), first)
+        device = first.get_parameter("weight").device
+        e = _linear32(sinusoid(timesteps.to(device), config.freq_width), first)
         e_LD = _linear32(silu(e), self.time_embedding["2"])
-        e0_L6D = _linear32(silu(e_LD), self.time_projection["1"]).unflatten(1, (6, -1))
+        e0_L6D = torch.unflatten(_linear32(silu(e_LD), self.time_projection["1"]), 1, (6, -1))
         for block in self.blocks:
             if isinstance(block, Block) and not block.modulation.is_meta:
                 block.table_L6D.copy_(block.modulation.float() + e0_L6D)

@@ -40,7 +40,7 @@ def normal(keys_B: Tensor, shape: tuple[int, ...]) -> Tensor:
     radius = torch.sqrt(-2.0 * torch.log((low.double() + 0.5) * 2.0**-32))
     angle = (high.double() + 0.5) * (2.0 * math.pi * 2.0**-32)
     pair = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
-    return pair[:, :count].float().unflatten(1, shape)
+    return pair[:, :count].float().reshape(-1, *shape)
 
 
 def noise(seed: int, stream: int, chunk: int, step: int, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,14 +30,8 @@ from stretto.models.wan_ring import Ring, attend_slots, write_pages
 
 CONTEXT = "context"
 FIRST_FRAME = "first_frame"
-NOISE_KEY = "noise_key"
-
-
-class WorldRows(Rows, Protocol):
-    """What the stages of a world model need of a batch beyond `Rows`."""
-
-    @property
-    def chunks_B(self) -> Tensor: ...  # int64, on the device
+PLACE = "place"
+"""Which chunk this is, as data on the device: int64 (chunk, key of its noise)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Clocks:
         self.ring = Ring(config.window_frames, config.sink_frames, config.frames_per_chunk)
         self._made: WeakKeyDictionary[Rows, dict[Hashable, Clock]] = WeakKeyDictionary()
 
-    def of(self, rows: WorldRows) -> Clock:
+    def of(self, rows: Rows) -> Clock:
         host = rows.host
         key = (rows.size, *((row.chunk, row.step, row.state_slot) for row in host))
         made = self._made.setdefault(rows, {})
@@ -68,8 +61,8 @@ class Clocks:
             made[key] = self._make(rows, host)
         return made[key]
 
-    def _make(self, rows: WorldRows, host: Sequence[Row]) -> Clock:
-        config = self.config
+    def _make(self, rows: Rows, host: Sequence[Row]) -> Clock:
+        config, chunks_B = self.config, rows.get(PLACE)[:, 0]
         # Every step past the last denoise step runs at the level of the clean pass.
         levels = rows.steps_B.clamp(max=config.policy.clean_step)[:, None].expand(-1, config.frames_per_chunk)
         pinned = pinned_rows(config, rows, host)
@@ -77,8 +70,8 @@ class Clocks:
             levels = levels.clone()
             levels[pinned, 0] = config.policy.clean_step + 1
         return Clock(
-            rows.chunks_B * config.frames_per_chunk,
-            self.ring.pages(rows.chunks_B, rows.state_slots_B),
+            chunks_B * config.frames_per_chunk,
+            self.ring.pages(chunks_B, rows.state_slots_B),
             levels,
             tuple(row.state_slot for row in host),
             tuple(self.ring.valid(row.chunk) for row in host),
@@ -132,7 +125,7 @@ class BlockStage:
         self.k, self.v, self.cross_k, self.cross_v = (f"{name}.{part}" for part in ("k", "v", "cross_k", "cross_v"))
         self.spec = StageSpec(
             name,
-            reads=("h", *(track.value for track in self.tracks)),
+            reads=("h", PLACE, *(track.value for track in self.tracks)),
             writes=("h",),
             state=(self.k, self.v, self.cross_k, self.cross_v),
         )
@@ -151,7 +144,7 @@ class BlockStage:
     def prepare(self, rows: Rows) -> None:
         """Write the prompt keys and values of rows whose prompt is new to their state slot. Outside any capture."""
         k_arena, v_arena = rows.arena(self.cross_k), rows.arena(self.cross_v)
-        written: dict[int, tuple[int, int]] = self._prompts.setdefault(k_arena, {})
+        written: dict[int, tuple[int, int]] = self._prompts.setdefault(k_arena, {})  # type: ignore[no-untyped-call]
         for i, row in enumerate(rows.host):
             version, context = rows.condition(i, CONTEXT)
             if written.get(row.state_slot) != (row.stream, version):
@@ -161,23 +154,23 @@ class BlockStage:
                 written[row.state_slot] = (row.stream, version)
 
     def run(self, rows: Rows) -> None:
-        world, block = cast(WorldRows, rows), self.block
-        h = world.get("h")
+        block = self.block
+        h = rows.get("h")
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.prepare(rows)
-        clock = self.clocks.of(world)
+        clock = self.clocks.of(rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[clock.levels_BF].unbind(dim=2)
-        y = self._self_attention(world, clock, modulated_layer_norm(h, scale1, shift1, block.eps))
+        y = self._self_attention(rows, clock, modulated_layer_norm(h, scale1, shift1, block.eps))
         if self.tracks:
-            h = self._act(world, gated_add(h, y, gate1))
+            h = self._act(rows, gated_add(h, y, gate1))
             y = layer_norm(h, block.norm3.weight, block.norm3.bias, block.eps)
         else:
             y, h = gated_add_layer_norm(h, y, gate1, block.norm3.weight, block.norm3.bias, block.eps)
-        y = self._cross_attention(world, clock, y)
+        y = self._cross_attention(rows, clock, y)
         y, h = gated_add_modulated_layer_norm(h, y, None, scale2, shift2, block.eps)
         rows.put("h", gated_add(h, block.feed_forward(y), gate2))
 
-    def _self_attention(self, rows: WorldRows, clock: Clock, x_BND: Tensor) -> Tensor:
+    def _self_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         config, attn = self.config, self.block.self_attn
         q, k, v = attn.project(x_BND)
         grid = (config.frames_per_chunk, *config.grid)
@@ -190,7 +183,7 @@ class BlockStage:
         projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
         return projected
 
-    def _cross_attention(self, rows: WorldRows, clock: Clock, x_BND: Tensor) -> Tensor:
+    def _cross_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         attn = self.block.cross_attn
         k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
         everything = (self.config.text_tokens,) * len(clock.slots)
@@ -198,7 +191,7 @@ class BlockStage:
         projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
         return projected
 
-    def _act(self, rows: WorldRows, x_BND: Tensor) -> Tensor:
+    def _act(self, rows: Rows, x_BND: Tensor) -> Tensor:
         for track in self.tracks:
             adapter = self.block.actions[track.name]
             assert isinstance(adapter, ActionAdapter)
@@ -211,14 +204,14 @@ class HeadStage:
 
     def __init__(self, net: WanNet, clocks: Clocks) -> None:
         self.net, self.clocks, self.config = net, clocks, net.config
-        self.spec = StageSpec("head", reads=("h", "x", NOISE_KEY), writes=("x",))
+        self.spec = StageSpec("head", reads=("h", "x", PLACE), writes=("x",))
         sigmas = [level.sigma for level in net.config.levels]
         # The last clean latent is the output: it goes on with a noise share of 0.
         self._sigmas = torch.tensor([sigmas, [*sigmas[1:], 0.0]], dtype=torch.float64)
 
     def velocity(self, rows: Rows) -> Tensor:
         """Return v = noise - x0 as the network sees it, [B, F, C, h, w] in fp32."""
-        patches = self.net.head(rows.get("h"), self.clocks.of(cast(WorldRows, rows)).levels_BF)
+        patches = self.net.head(rows.get("h"), self.clocks.of(rows).levels_BF)
         return self.net.unpatchify(patches).float()
 
     def run(self, rows: Rows) -> None:
@@ -228,5 +221,5 @@ class HeadStage:
         sigma, following = self._sigmas[:, rows.steps_B, None, None, None, None]
         x0 = x.double() - sigma * v.double()
         # The noise of the step to come: step 0 has the noise that the chunk began with.
-        fresh = normal(step_keys(rows.get(NOISE_KEY)[:, 0], rows.steps_B + 1), tuple(x.shape[1:]))
+        fresh = normal(step_keys(rows.get(PLACE)[:, 1], rows.steps_B + 1), tuple(x.shape[1:]))
         rows.put("x", pin_first_frame(self.config, rows, ((1.0 - following) * x0 + following * fresh.double()).float()))

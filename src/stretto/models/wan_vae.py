@@ -137,16 +137,16 @@ class Statistics:
     """Mean and spread of each latent channel: the network works on normalised latents."""
 
     def __init__(self, vae: nn.Module) -> None:
-        config = vae.config
+        config: Any = vae.config
         self._both = torch.tensor([list(config.latents_mean), list(config.latents_std)])[:, :, None, None, None]
 
     def raw(self, latents_1CFhw: Tensor, dtype: torch.dtype) -> Tensor:
-        mean, std = self._on(latents_1CFhw.device)
-        return (latents_1CFhw.float() * std + mean).to(dtype)
+        both = self._on(latents_1CFhw.device)
+        return (latents_1CFhw.float() * both[1] + both[0]).to(dtype)
 
     def normalised(self, latents_1CFhw: Tensor) -> Tensor:
-        mean, std = self._on(latents_1CFhw.device)
-        return (latents_1CFhw.float() - mean) / std
+        both = self._on(latents_1CFhw.device)
+        return (latents_1CFhw.float() - both[0]) / both[1]
 
     def _on(self, device: torch.device) -> Tensor:
         if self._both.device != device:
@@ -162,7 +162,8 @@ class VaeDecoder:
         self._half = Half(cast(nn.Module, vae.decoder), 1, 1)
         self._statistics = Statistics(vae)
         self._post = cast(nn.Conv3d, vae.post_quant_conv)
-        self._patch = int(vae.config.patch_size or 1)
+        config: Any = vae.config
+        self._patch = int(config.patch_size or 1)
 
     def caches(self, height: int, width: int) -> list[TensorSpec]:
         dtype = str(self._post.weight.dtype).removeprefix("torch.")
@@ -178,7 +179,7 @@ class VaeDecoder:
         frames = torch.cat(out, dim=2)[0].transpose(0, 1)
         if self._patch > 1:
             # The column within a patch is the slower of the two.
-            cut = frames.unflatten(1, (-1, self._patch, self._patch))
+            cut = torch.unflatten(frames, 1, (-1, self._patch, self._patch))
             frames = cut.permute(0, 1, 4, 3, 5, 2).flatten(4, 5).flatten(2, 3)
         return frames.clamp(-1.0, 1.0)
 
@@ -205,8 +206,8 @@ class StreamingEncoder:
 
     def __init__(self, vae: nn.Module, height: int, width: int, device: torch.device | str = "cpu") -> None:
         self.first = True
-        self._patch = int(vae.config.patch_size or 1)
-        unit = int(vae.config.scale_factor_spatial)
+        config: Any = vae.config
+        self._patch, unit = int(config.patch_size or 1), int(config.scale_factor_spatial)
         if height % unit or width % unit:
             raise ObservationError("pixels", got=f"{height} x {width}", expected=f"multiples of {unit}")
         self._half = Half(cast(nn.Module, vae.encoder), 1, 4)
@@ -227,7 +228,7 @@ class StreamingEncoder:
             raise ObservationError("pixels", got=f"{len(frames_PHWc)} frames", expected="1 + 4k" if self.first else "4k")
         x = (frames_PHWc.permute(3, 0, 1, 2)[None].float() / 127.5 - 1.0).to(self._quant.weight.dtype)
         if self._patch > 1:
-            cut = x.unflatten(4, (-1, self._patch)).unflatten(3, (-1, self._patch))
+            cut = torch.unflatten(torch.unflatten(x, 4, (-1, self._patch)), 3, (-1, self._patch))
             x = cut.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
         own, parts = [cache[None] for cache in self.caches], [x[:, :, :1], x[:, :, 1:]] if self.first else [x]
         out = [self._half.run(part, own, first=self.first and i == 0) for i, part in enumerate(parts) if part.shape[2]]
