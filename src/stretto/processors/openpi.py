@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _check_option(path: Path, name: str, value: object) -> None:
     kinds: dict[str, type] = {"discrete_state": bool, "aloha_joints": bool, "asset_id": str, "relative": list}
     kind = kinds.get(name, int)
-    wrong = not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1))
+    wrong = not isinstance(value, kind) or (kind is int and isinstance(value, int) and (isinstance(value, bool) or value < 1))
     if kind is list and isinstance(value, list):
         wrong = not all(isinstance(v, bool) for v in value)
     if value is not None and wrong:
