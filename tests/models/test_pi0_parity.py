@@ -25,7 +25,7 @@ from stretto.runtime.weights import load_weights
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot"
 FAMILIES = ("pi05", "pi0")
 CASES: dict[str, dict[str, Any]] = json.loads((GOLDEN / "pi05_tiny" / "cases.json").read_text())
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 PALIGEMMA = "paligemma_with_expert.paligemma."
 
 
