@@ -12,12 +12,22 @@ from stretto.core.route import TensorSpec, Visit
 
 
 class DictRows:
-    """Rows of one batch over arenas of their own; row i is in slot i + 1, and `padding` more rows share slot 0."""
+    """Rows of one batch over arenas of their own; row i is in slot i + 1, and `padding` more rows share slot 0.
+
+    `streams` tells whose rows they are (noise and conditions follow the stream); by default 0, 1, ...
+    """
 
     def __init__(
-        self, model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+        self,
+        model: Model,
+        inputs: Mapping[str, Tensor],
+        *,
+        padding: int = 0,
+        lengths: Mapping[str, int] | None = None,
+        streams: Sequence[int] | None = None,
     ) -> None:
         self.model, self.real = model, next(iter(inputs.values())).shape[0]
+        self.streams = list(range(self.real)) if streams is None else list(streams)
         self.slots_B = torch.tensor([*range(1, self.real + 1), *[0] * padding])
         self.chunk, self.steps_B, self.state_slots_B = 0, torch.zeros_like(self.slots_B), torch.zeros_like(self.slots_B)
         keys = [key for v in model.route.visits if (key := model.state_key(v))]
@@ -46,7 +56,7 @@ class DictRows:
     @property
     def host(self) -> Sequence[Row]:
         rows = zip(self.slots_B.tolist(), self.steps_B.tolist(), self.state_slots_B.tolist(), strict=True)
-        return [Row(slot, self.chunk, step, slot, state_slot) for slot, step, state_slot in rows if slot]
+        return [Row(self.streams[slot - 1], self.chunk, step, slot, state_slot) for slot, step, state_slot in rows if slot]
 
     def get(self, name: str) -> Tensor:
         value = self._arenas[name][self.slots_B]
@@ -71,7 +81,9 @@ class DictRows:
 
     def condition(self, row: int, name: str) -> tuple[int, Tensor]:
         spec = self.model.conditions[name]
-        return 1, torch.randn(spec.shape, generator=torch.Generator().manual_seed(row)).to(getattr(torch, spec.dtype))
+        return 1, torch.randn(spec.shape, generator=torch.Generator().manual_seed(self.streams[row])).to(
+            getattr(torch, spec.dtype)
+        )
 
 
 def zeros(slots: int, spec: TensorSpec) -> Tensor:
@@ -92,10 +104,15 @@ def inputs_for(model: Model, batch: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def run_route(
-    model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+    model: Model,
+    inputs: Mapping[str, Tensor],
+    *,
+    padding: int = 0,
+    lengths: Mapping[str, int] | None = None,
+    streams: Sequence[int] | None = None,
 ) -> DictRows:
     """Run every visit of the route and return the rows, whose arenas hold all values."""
-    rows = DictRows(model, inputs, padding=padding, lengths=lengths)
+    rows = DictRows(model, inputs, padding=padding, lengths=lengths, streams=streams)
     for visit in model.route.visits:
         rows.enter(visit)
         model.stages[visit.stage].run(rows)
@@ -103,7 +120,13 @@ def run_route(
 
 
 def outputs(
-    model: Model, inputs: Mapping[str, Tensor], *, padding: int = 0, lengths: Mapping[str, int] | None = None
+    model: Model,
+    inputs: Mapping[str, Tensor],
+    *,
+    padding: int = 0,
+    lengths: Mapping[str, int] | None = None,
+    streams: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the route's first output for every real row."""
-    return run_route(model, inputs, padding=padding, lengths=lengths).arena(model.route.outputs[0])[1:]
+    rows = run_route(model, inputs, padding=padding, lengths=lengths, streams=streams)
+    return rows.arena(model.route.outputs[0])[1:]

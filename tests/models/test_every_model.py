@@ -107,7 +107,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(model: Model) -> None:
     inputs = inputs_for(model, 3)
     together = outputs(model, inputs)
     for i in range(3):
-        alone = outputs(model, {name: value[i : i + 1] for name, value in inputs.items()})
+        alone = outputs(model, {name: value[i : i + 1] for name, value in inputs.items()}, streams=[i])
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
 
 

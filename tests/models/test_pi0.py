@@ -271,6 +271,16 @@ def test_bf16_stays_close_to_fp32_on_the_same_rounded_weights(model: Pi0Model) -
     assert torch.cosine_similarity(a.flatten(1), b.flatten(1)).min() > 0.9995
 
 
+@both
+def test_random_weights_let_every_input_move_the_actions(model: Pi0Model) -> None:
+    inputs, other = model.example_inputs(2, seed=1), model.example_inputs(2, seed=2)
+    inputs["token_count"].fill_(9)
+    before = outputs(model, inputs)
+    for name in {"images", "tokens", "x", "state"} & inputs.keys():
+        moved = (outputs(model, inputs | {name: other[name]}) - before).abs().amax((1, 2))
+        assert moved.min() > 1e-3, name
+
+
 def test_euler_runs_from_noise_to_actions() -> None:
     schedule = euler_schedule(10)
     assert schedule[0] == (1.0, -0.1)

@@ -68,9 +68,11 @@ def _scale(name: str, view: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     if view.dim() == 1:
         return 0.02, 1.0 if name.startswith(VISION) and "norm" in name and name.endswith("weight") else 0.0
-    if name == EMBED or "position_embedding" in name or name.endswith(".dense.weight"):
+    if name == EMBED or "position_embedding" in name:
         return 0.02, 0.0
-    return 0.7 / (view.numel() // view.shape[0]) ** 0.5, 0.0
+    # Flat attention and small gates would let actions ignore images and prompt, and then hide errors in either.
+    gain = 1.4 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0 if name.endswith(".dense.weight") else 0.7
+    return gain / (view.numel() // view.shape[0]) ** 0.5, 0.0
 
 
 def _all_views(net: Pi0Net) -> Iterator[tuple[str, Tensor]]:
