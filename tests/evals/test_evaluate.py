@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -160,6 +163,18 @@ def test_progress_goes_to_the_given_stream_only(tmp_path: Path, capsys: pytest.C
         stream.seek(0)
         assert "2 of 2 solved" in stream.read()
     assert capsys.readouterr().out == ""
+
+
+def test_a_script_without_a_main_guard_may_evaluate_and_leaves_no_process() -> None:
+    code = (
+        "from stretto.evals.evaluate import Settings, evaluate\n"
+        f"r = evaluate('expert', Settings(env={LINE!r}, episodes=1, workers=1))\n"
+        "print(r.success_rate)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run([sys.executable, "-"], input=code, env=env, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "1.0\n", ran.stderr
+    assert ran.stderr == ""
 
 
 def test_what_cannot_be_evaluated_is_refused_with_the_choices() -> None:

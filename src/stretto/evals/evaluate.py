@@ -90,7 +90,8 @@ def evaluate(
         raise ConfigError("policy", got=repr(policy), expected=f"a policy, or one of {BASELINES}")
     seeds = settings.seeds or held_out_seeds(settings.episodes)
     every = max(1, round(adapter.control_hz / FILM_FPS)) if settings.video else 0
-    jobs = [Job(task, seed, every if seed == seeds[0] else 0) for seed in seeds for task in tasks]
+    # Task by task: a simulator is built anew only when its task changes.
+    jobs = [Job(task, seed, every if seed == seeds[0] else 0) for task in tasks for seed in seeds]
     started = time.monotonic()
     with ExitStack() as stack:
         askers = _askers(policy, connect, min(settings.workers, len(jobs)), stack)

@@ -99,7 +99,8 @@ def wilson(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
     p, n = successes / trials, trials
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Exact ends: rounding would leave a trace beside 0 and 1.
+    return 0.0 if not successes else centre - half, 1.0 if successes == trials else centre + half
 
 
 def percentile(ordered: Sequence[float], q: float) -> float | None:

@@ -7,6 +7,9 @@ a simulator that dies is noticed by the closed pipe.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,11 +70,18 @@ class Worker:
     """The parent's end of one simulator process."""
 
     def __init__(self, env: str) -> None:
-        # Spawned, not forked: a GL context and torch's threads do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, env), daemon=True)
-        self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        # A fresh interpreter: a GL context and torch's threads do not survive a fork, and the caller's main module,
+        # which `multiprocessing` would run again, is none of the simulator's business.
+        code = f"from stretto.evals.workers import serve; serve({theirs.fileno()}, {env!r})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            # Ctrl-C is the parent's to handle; the closed pipe then ends this process too.
+            start_new_session=True,
+        )
         theirs.close()
 
     def ask(self, command: Start | Act) -> Report:
@@ -84,26 +94,33 @@ class Worker:
             self._pipe.send(command)
             report: Report = self._pipe.recv()
         except (EOFError, OSError) as e:
-            self._process.join(STOP_S)
-            raise SimulatorError(f"the simulator process ended (exit code {self._process.exitcode})") from e
+            raise SimulatorError(f"the simulator process ended (exit code {self._stop()})") from e
         if report.error:
             raise SimulatorError(report.error)
         return report
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the process; it may be busy."""
         self._pipe.close()
-        self._process.join(0.5)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(STOP_S)
+        self._stop()
+
+    def _stop(self) -> int:
+        """Wait for the end that a closed pipe brings, and force it if it does not come."""
+        for patience_s, force in ((STOP_S / 5, self._process.terminate), (STOP_S, self._process.kill)):
+            try:
+                return self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                force()
+        return self._process.wait()
 
 
-def _serve(pipe: Connection, env_name: str) -> None:
+def serve(fd: int, env_name: str) -> None:
+    """Be the simulator process at the other end of a pipe, until it closes."""
+    pipe = Connection(fd)
     host = _Host(env_name)
     try:
         while True:
