@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import UMT5Config, UMT5EncoderModel
-from wan_world import Member, Streams
+from wan_world import Member, StreamRows, Streams
 
 from stretto.core.errors import CheckpointError, ConfigError, ObservationError, PromptTooLongError
 from stretto.models.wan import WanModel, build
@@ -102,16 +102,27 @@ def test_actions_steer_the_chunk_that_carries_them_and_zero_adapters_do_nothing(
         model.inputs(1, 0, 0, actions={"mouse": left})
 
 
-def test_a_first_frame_stays_as_it_was_given_and_only_in_the_first_chunk() -> None:
-    model = WanModel(replace(tiny_config(), frames_per_chunk=2, first_frame=True))
+def test_a_first_frame_stays_as_it_was_given_and_steers_the_rest() -> None:
+    model = WanModel(replace(tiny_config(), frames_per_chunk=2))
     model.randomize(seed=2)
-    given = torch.randn(model.config.latent_shape[1:], generator=torch.Generator().manual_seed(3))
-    context = Streams(WanModel(tiny_config())).conditions[0]["context"]
-    streams = Streams(model, 2, conditions=[{"context": context, "first_frame": (v, given)} for v in (1, 0)])
-    chunks = [[streams.chunk(u, c, model.inputs(1, 0, c)) for c in range(2)] for u in range(2)]
-    assert torch.equal(chunks[0][0][0], given)
-    assert not torch.equal(chunks[0][1][0], given)
-    assert not torch.equal(chunks[1][0][0], given)
+    given = torch.randn(1, *model.config.latent_shape[1:], generator=torch.Generator().manual_seed(3))
+    streams = Streams(model, 2, conditions=Streams(model).conditions * 2)
+    started = streams.chunk(0, 0, model.inputs(1, 0, 0, given_KChw=given))
+    free = streams.chunk(1, 0, model.inputs(1, 0, 0))
+    assert torch.equal(started[:1], given)
+    assert not torch.equal(free[:1], given)
+    assert (started[1] - free[1]).abs().max() > 1e-3
+    with pytest.raises(ObservationError, match=r"first_frame: got shape \(3, 16, 8, 12\), expected up to 2 frames"):
+        model.inputs(1, 0, 0, given_KChw=given.expand(3, -1, -1, -1))
+
+
+def test_a_batch_without_host_rows_is_refused_instead_of_attending_to_nothing() -> None:
+    model = WanModel(tiny_config())
+    model.randomize(seed=1)
+    rows = StreamRows(Streams(model), "block.0", [Member(0, 0, 0)], padding=0)
+    rows.host = []
+    with pytest.raises(ConfigError, match="mode: got graph, captured without rows"):
+        model.stages["block.0"].run(rows)
 
 
 def test_prompts_longer_than_the_network_knows_are_refused_and_shorter_ones_end_in_zeros() -> None:

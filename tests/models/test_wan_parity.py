@@ -9,7 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from wan_world import Member, StreamRows, Streams, prompt
+from wan_world import Member, StreamRows, Streams
 
 from stretto.layers.kernels import gated_add, layer_norm, modulated_layer_norm, rope_3d
 from stretto.models.wan import WanModel
@@ -43,9 +43,9 @@ def ours(config: WanConfig, reference: WanTransformer3DModel) -> WanModel:
     return model
 
 
-def velocity(model: WanModel, streams: Streams, x: Tensor) -> Tensor:
+def velocity(model: WanModel, streams: Streams, inputs: dict[str, Tensor]) -> Tensor:
     """Run all frames as the one chunk of a stream; leaves the next latent in `x`."""
-    streams.admit(0, {"x": x})
+    streams.admit(0, inputs)
     for stage in ("embed", *(f"block.{i}" for i in range(model.config.blocks))):
         streams.run(stage, [Member(0, 0, 0)])
     head = model.stages["head"]
@@ -62,7 +62,7 @@ def test_the_bidirectional_forward_equals_diffusers_for_wan21(timestep: float) -
     model = ours(config, reference)
     streams = Streams(model)
     x = torch.randn(config.latent_shape, generator=torch.Generator().manual_seed(1))
-    got = velocity(model, streams, x)
+    got = velocity(model, streams, {**model.inputs(0, 0, 0), "x": x})
     context = streams.conditions[0]["context"][1][None]
     want = reference(x.transpose(0, 1)[None], torch.tensor([timestep]), context).sample[0].transpose(0, 1)
     assert want.std() > 0.1
@@ -70,16 +70,16 @@ def test_the_bidirectional_forward_equals_diffusers_for_wan21(timestep: float) -
 
 
 def test_the_bidirectional_forward_equals_diffusers_for_ti2v_with_a_clean_first_frame() -> None:
-    config = replace(
-        tiny_config(), frames_per_chunk=3, window_frames=3, sink_frames=0, levels=(Level(800.0, 0.8),), first_frame=True, **TI2V
-    )
+    config = replace(tiny_config(), frames_per_chunk=3, window_frames=3, sink_frames=0, levels=(Level(800.0, 0.8),), **TI2V)
     reference = theirs(config)
     model = ours(config, reference)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(config.latent_shape, generator=generator)
     first = torch.randn(config.latent_shape[1:], generator=generator)
-    streams = Streams(model, conditions=[{"context": (1, prompt(model)), "first_frame": (1, first)}])
-    got = velocity(model, streams, x)
+    streams = Streams(model)
+    inputs = model.inputs(0, 0, 0, given_KChw=first[None])
+    inputs["x"][1:] = x[1:]
+    got = velocity(model, streams, inputs)
     timestep = torch.full((1, 3 * config.tokens_per_frame), 800.0)
     timestep[:, : config.tokens_per_frame] = 0.0
     seen = torch.cat((first[None], x[1:])).transpose(0, 1)[None]

@@ -26,7 +26,7 @@ from stretto.models.wan_config import SPECS, WanConfig, tiny_config
 from stretto.models.wan_light import LightDecoder
 from stretto.models.wan_net import DTYPES, WanNet
 from stretto.models.wan_noise import chunk_key, noise
-from stretto.models.wan_stages import CONTEXT, FIRST_FRAME, PLACE, BlockStage, Clocks, EmbedStage, HeadStage
+from stretto.models.wan_stages import CONTEXT, PLACE, BlockStage, Clocks, EmbedStage, HeadStage
 from stretto.models.wan_vae import Decoder, DecodeStage
 from stretto.models.wan_weights import weight_map
 
@@ -100,7 +100,7 @@ class WanModel:
         values = {
             "x": TensorSpec(config.latent_shape, "float32"),
             "h": TensorSpec((frames * config.tokens_per_frame, config.width), config.dtype),
-            PLACE: TensorSpec((2,), "int64"),
+            PLACE: TensorSpec((3,), "int64"),
         }
         values |= {track.value: TensorSpec((frames, track.dim), "float32") for track in config.actions}
         if self.decoder is not None:
@@ -124,11 +124,7 @@ class WanModel:
     @property
     def conditions(self) -> Mapping[str, TensorSpec]:
         config = self.config
-        specs = {CONTEXT: TensorSpec((config.text_tokens, config.text_width), config.dtype)}
-        if config.first_frame:
-            # Version 0 stands for a stream without one.
-            specs[FIRST_FRAME] = TensorSpec(config.latent_shape[1:], "float32")
-        return specs
+        return {CONTEXT: TensorSpec((config.text_tokens, config.text_width), config.dtype)}
 
     @cached_property
     def route(self) -> Route:
@@ -189,16 +185,18 @@ class WanModel:
         chunk: int,
         *,
         source_FChw: Tensor | None = None,
+        given_KChw: Tensor | None = None,
         actions: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Return the route's inputs for one chunk, each of one row's shape.
 
         Args:
             source_FChw: latents to start from; they show through only where the first sigma is below 1.
+            given_KChw: the chunk's first K frames, known and kept as they are (the first frame of image to video).
             actions: every declared track by name, [samples, width] at its own rate.
 
         Raises:
-            ObservationError: if the source or a track does not fit, or a track is unknown or missing.
+            ObservationError: if the source, a given frame or a track does not fit, or a track is unknown or missing.
         """
         config, given = self.config, actions or {}
         x = noise(seed, stream, chunk, 0, config.latent_shape, self.device)
@@ -207,7 +205,13 @@ class WanModel:
                 raise ObservationError("source", got=f"shape {tuple(source_FChw.shape)}", expected=str(config.latent_shape))
             sigma = config.levels[0].sigma
             x = ((1.0 - sigma) * source_FChw.to(x.device).double() + sigma * x.double()).float()
-        made = {"x": x, PLACE: torch.tensor([chunk, chunk_key(seed, stream, chunk)], device=self.device)}
+        known = 0 if given_KChw is None else len(given_KChw)
+        if given_KChw is not None:
+            if given_KChw.shape[1:] != x.shape[1:] or known > len(x):
+                expected = f"up to {len(x)} frames of {config.latent_shape[1:]}"
+                raise ObservationError("first_frame", got=f"shape {tuple(given_KChw.shape)}", expected=expected)
+            x[:known] = given_KChw
+        made = {"x": x, PLACE: torch.tensor([chunk, chunk_key(seed, stream, chunk), known], device=self.device)}
         if set(given) != {track.name for track in config.actions}:
             raise ObservationError("actions", got=sorted(given), expected=sorted(track.name for track in config.actions))
         for track in config.actions:

@@ -131,8 +131,6 @@ class WanConfig:
     context_level: Level = Level(0.0, 0.0)
     kv_policy: PolicyName = "same_step"
     actions: tuple[ActionTrack, ...] = ()
-    first_frame: bool = False
-    """Streams may begin with a given latent frame, which stays as it is (image to video of TI2V)."""
     decoder: DecoderName = "none"
     dtype: str = "bfloat16"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stretto.core.errors import ConfigError
 from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec
 from stretto.layers.kernels import (
@@ -29,9 +30,8 @@ from stretto.models.wan_noise import normal, step_keys
 from stretto.models.wan_ring import Ring, attend_slots, write_pages
 
 CONTEXT = "context"
-FIRST_FRAME = "first_frame"
 PLACE = "place"
-"""Which chunk this is, as data on the device: int64 (chunk, key of its noise)."""
+"""Which chunk this is, as data on the device: int64 (chunk, key of its noise, frames given clean)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Clock:
     frame_start_B: Tensor
     pages: Tensor
     levels_BF: Tensor
+    given_BF: Tensor
     slots: tuple[int, ...]
     valid: tuple[int, ...]
 
@@ -62,37 +63,24 @@ class Clocks:
         return made[key]
 
     def _make(self, rows: Rows, host: Sequence[Row]) -> Clock:
-        config, chunks_B = self.config, rows.get(PLACE)[:, 0]
-        # Every step past the last denoise step runs at the level of the clean pass.
-        levels = rows.steps_B.clamp(max=config.policy.clean_step)[:, None].expand(-1, config.frames_per_chunk)
-        pinned = pinned_rows(config, rows, host)
-        if pinned:
-            levels = levels.clone()
-            levels[pinned, 0] = config.policy.clean_step + 1
+        if not host and rows.size:
+            expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
+            raise ConfigError("mode", got="graph, captured without rows", expected=expected)
+        config, place_B3 = self.config, rows.get(PLACE)
+        chunks_B = place_B3[:, 0]
+        frames = torch.arange(config.frames_per_chunk, device=place_B3.device)
+        given_BF = frames < place_B3[:, 2:]
+        # Every step past the last denoise step runs at the level of the clean pass; given frames are clean throughout.
+        levels_B = rows.steps_B.clamp(max=config.policy.clean_step)
+        levels_BF = torch.where(given_BF, config.policy.clean_step + 1, levels_B[:, None])
         return Clock(
             chunks_B * config.frames_per_chunk,
             self.ring.pages(chunks_B, rows.state_slots_B),
-            levels,
+            levels_BF,
+            given_BF,
             tuple(row.state_slot for row in host),
             tuple(self.ring.valid(row.chunk) for row in host),
         )
-
-
-def pinned_rows(config: WanConfig, rows: Rows, host: Sequence[Row]) -> list[int]:
-    """Return the rows whose first latent frame is given, and therefore clean: chunk 0 of a stream with a first frame."""
-    if not config.first_frame:
-        return []
-    return [i for i, row in enumerate(host) if row.chunk == 0 and rows.condition(i, FIRST_FRAME)[0] > 0]
-
-
-def pin_first_frame(config: WanConfig, rows: Rows, x_BFChw: Tensor) -> Tensor:
-    """Return x with the given first frames in place."""
-    pinned = pinned_rows(config, rows, rows.host)
-    if pinned:
-        x_BFChw = x_BFChw.clone()
-    for i in pinned:
-        x_BFChw[i, 0] = rows.condition(i, FIRST_FRAME)[1]
-    return x_BFChw
 
 
 class EmbedStage:
@@ -103,9 +91,8 @@ class EmbedStage:
         self.spec = StageSpec("embed", reads=("x",), writes=("h",))
 
     def run(self, rows: Rows) -> None:
-        x = pin_first_frame(self.net.config, rows, rows.get("x"))
         embedding = self.net.patch_embedding
-        rows.put("h", embedding(self.net.patchify(x).to(embedding.weight.dtype)))
+        rows.put("h", embedding(self.net.patchify(rows.get("x")).to(embedding.weight.dtype)))
 
 
 class BlockStage:
@@ -135,7 +122,7 @@ class BlockStage:
     def capture_key(self, host: Sequence[Row]) -> Hashable:
         """Return what a captured graph of this stage bakes in."""
         ring = self.clocks.ring
-        return tuple((row.state_slot, ring.valid(row.chunk), row.chunk == 0) for row in host)
+        return tuple((row.state_slot, ring.valid(row.chunk)) for row in host)
 
     def forget_prompts(self) -> None:
         """Make every prompt's keys and values anew: the weights have changed."""
@@ -222,4 +209,5 @@ class HeadStage:
         x0 = x.double() - sigma * v.double()
         # The noise of the step to come: step 0 has the noise that the chunk began with.
         fresh = normal(step_keys(rows.get(PLACE)[:, 1], rows.steps_B + 1), tuple(x.shape[1:]))
-        rows.put("x", pin_first_frame(self.config, rows, ((1.0 - following) * x0 + following * fresh.double()).float()))
+        renoised = ((1.0 - following) * x0 + following * fresh.double()).float()
+        rows.put("x", torch.where(self.clocks.of(rows).given_BF[:, :, None, None, None], x, renoised))
