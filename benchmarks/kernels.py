@@ -153,6 +153,14 @@ def wan_cases() -> Iterator[Case]:
     yield case(ops.gated_add_modulated_layer_norm, lambda: (x(), x(), lines(), lines(), lines(), eps))
     start = torch.tensor([37], device="cuda")
     yield case(ops.rope_3d, lambda: (normal(1, tokens, 40, 128), start, (1, 30, 52)))
+    yield Case("wan qk_norm_rope_write", 1, ops.qk_norm_rope_write, ring_write_args, (5, 6))
+
+
+def ring_write_args() -> Args:
+    """One frame of 14B into page 3 of a ring of 4."""
+    ring, one = normal(2, 2, 4 * 1560, 40, 128), torch.tensor([1], device="cuda")
+    qkv, start = normal(1, 1560, 3 * 5120), torch.tensor([37], device="cuda")
+    return (qkv, normal(5120), normal(5120), start, (1, 30, 52), ring[:, 0], ring[:, 1], one, 3 * 1560 * one), {"eps": 1e-6}
 
 
 def tensors_of(args: Args) -> Iterator[Tensor]:

@@ -26,8 +26,10 @@ from stretto.layers.kernels import (
     modulated_layer_norm,
     patchify,
     prefix_attention,
+    qk_norm_rope_write,
     rms_norm,
     rope,
+    rope_3d,
     rope_write,
 )
 from stretto.layers.kernels.split_attention import Keys, Tiling, choose_tiling, split_attention
@@ -211,6 +213,37 @@ def test_patchify_from_bytes_and_floats(
     agree(patchify.kernel(image, patch, dtype=dtype), patchify.reference(image, patch, dtype=dtype))
     pixels = image.to(dtype)
     assert torch.equal(patchify.kernel(pixels, patch, dtype=dtype), patchify.reference(pixels, patch, dtype=dtype))
+
+
+video_grids = st.sampled_from([(1, 1, 1), (2, 1, 3), (1, 2, 2)])
+
+
+@few
+@given(batches, video_grids, st.sampled_from([1, 3]), st.sampled_from([16, 128]), dtypes, seeds)
+def test_rope_3d_far_into_a_stream(
+    b: int, grid: tuple[int, int, int], heads: int, d: int, dtype: torch.dtype, seed: int
+) -> None:
+    draw = Draw(seed, dtype)
+    x, start = draw.normal(b, grid[0] * grid[1] * grid[2], heads, d), draw.integers(100_000, b)
+    agree(rope_3d.kernel(x, start, grid), rope_3d.reference(x, start, grid))
+
+
+@few
+@given(batches, video_grids, st.sampled_from([1, 3]), dtypes, seeds)
+def test_qk_norm_rope_write_touches_only_its_page_of_the_ring(
+    b: int, grid: tuple[int, int, int], heads: int, dtype: torch.dtype, seed: int
+) -> None:
+    draw, d = Draw(seed, dtype), 16
+    tokens = grid[0] * grid[1] * grid[2]
+    qkv, start, offset = draw.normal(b, tokens, 3 * heads * d), draw.integers(900, b), draw.integers(3, b) * tokens
+    weights = draw.normal(heads * d), draw.normal(heads * d)
+    ring = draw.normal(4, 2, 3 * tokens, heads, d)
+    other = ring.clone()
+    places = draw.slots(b, 4), offset
+    got = qk_norm_rope_write.kernel(qkv, *weights, start, grid, ring[:, 0], ring[:, 1], *places, eps=1e-6)
+    want = qk_norm_rope_write.reference(qkv, *weights, start, grid, other[:, 0], other[:, 1], *places, eps=1e-6)
+    agree(got, want)
+    agree(ring, other)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 130])

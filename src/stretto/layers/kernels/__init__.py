@@ -14,7 +14,7 @@ from stretto.layers.kernels.layer_norm import (
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
 from stretto.layers.kernels.rope import rope, rope_write
-from stretto.layers.kernels.rope_3d import rope_3d
+from stretto.layers.kernels.rope_3d import qk_norm_rope_write, rope_3d
 
 __all__ = [
     "Modulation",
@@ -32,6 +32,7 @@ __all__ = [
     "modulated_layer_norm",
     "patchify",
     "prefix_attention",
+    "qk_norm_rope_write",
     "rms_norm",
     "rope",
     "rope_3d",

@@ -1,14 +1,19 @@
-"""Interleaved rotary embedding over (frame, row, column) positions of a video latent.
+"""Interleaved rotary embedding over (frame, row, column) positions of a video latent, alone and between QK norm and KV write.
 
-Shape legend: B rows, T = f h w tokens in frame, row, column order, H heads, d head size.
+Shape legend: B rows, T = f h w tokens in frame, row, column order, H heads, d head size, C = 3 H d channels of q, k and v
+side by side, S ring slots, P ring tokens.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.language import block_of, jit, tl
+from stretto.layers.kernels.rms_norm import rms_norm_reference
 
 
 def rope_3d_reference(x_BTHd: Tensor, frame_start_B: Tensor, grid: tuple[int, int, int], *, theta: float = 10000.0) -> Tensor:
@@ -32,6 +37,37 @@ def rope_3d_reference(x_BTHd: Tensor, frame_start_B: Tensor, grid: tuple[int, in
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BTHd.dtype)
 
 
+def qk_norm_rope_write_reference(
+    qkv_BTC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    frame_start_B: Tensor,
+    grid: tuple[int, int, int],
+    k_ring_SPHd: Tensor,
+    v_ring_SPHd: Tensor,
+    slots_B: Tensor,
+    offset_B: Tensor,
+    *,
+    eps: float,
+    theta: float = 10000.0,
+) -> Tensor:
+    """Normalise q and k over all heads, rotate both, and write k and v into a ring page; return q_BTHd.
+
+    Row b writes tokens [offset_B[b], offset_B[b] + T) of slot slots_B[b]; both int64 and on the device. The weights are
+    H d wide and multiply as they are.
+    """
+    (batch, tokens, _), (heads, head_dim) = qkv_BTC.shape, k_ring_SPHd.shape[2:]
+    q, k, v = (x.reshape(batch, tokens, -1) for x in qkv_BTC.chunk(3, dim=-1))
+    turned = []
+    for x, weight in ((q, q_weight_D), (k, k_weight_D)):
+        normed = rms_norm_reference(x.float(), weight, eps, unit_offset=False).view(batch, tokens, heads, head_dim)
+        turned.append(rope_3d_reference(normed, frame_start_B, grid, theta=theta).to(qkv_BTC.dtype))
+    at = slots_B[:, None], offset_B[:, None] + torch.arange(tokens, device=qkv_BTC.device)
+    k_ring_SPHd[at] = turned[1].to(k_ring_SPHd.dtype)
+    v_ring_SPHd[at] = v.view(batch, tokens, heads, head_dim).to(v_ring_SPHd.dtype)
+    return turned[0]
+
+
 def axis_pairs(head_dim: int) -> tuple[int, int, int]:
     """Return how many pairs turn with frame, row and column: 22, 21, 21 for 128."""
     side = head_dim // 6
@@ -43,4 +79,154 @@ def _angles(positions: Tensor, pairs: int, theta: float) -> Tensor:
     return positions.double()[..., None] / theta**exponents
 
 
-rope_3d = FusedOp(rope_3d_reference)
+@jit
+def _angles_of(
+    token: tl.tensor,
+    start: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    log2_theta: tl.tensor,
+    FRAME_PAIRS: tl.constexpr,
+    SIDE_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """Return the angles of one token's pairs. Frames count without end, so the product is taken in fp64 and wrapped."""
+    pair = tl.arange(0, PAIRS)
+    by_frame, by_row = pair < FRAME_PAIRS, pair < FRAME_PAIRS + SIDE_PAIRS
+    frame = start + token // (height * width)
+    row, column = token // width % height, token % width
+    position = tl.where(by_frame, frame, tl.where(by_row, row, column)).to(tl.float64)
+    index = tl.where(by_frame, pair, tl.where(by_row, pair - FRAME_PAIRS, pair - FRAME_PAIRS - SIDE_PAIRS))
+    share = index.to(tl.float64) / tl.where(by_frame, FRAME_PAIRS, SIDE_PAIRS).to(tl.float64)
+    turns = position * tl.exp2(-share * log2_theta) * 0.15915494309189535
+    return ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
+
+
+@jit
+def _rope_3d_kernel(
+    source: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    frame_start: tl.tensor,
+    slots: tl.tensor,
+    offsets: tl.tensor,
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    v_out: tl.tensor,
+    tokens: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    source_b: tl.tensor,
+    source_t: tl.tensor,
+    k_slot: tl.tensor,
+    k_t: tl.tensor,
+    v_slot: tl.tensor,
+    v_t: tl.tensor,
+    log2_theta: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FRAME_PAIRS: tl.constexpr,
+    SIDE_PAIRS: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+) -> None:
+    """Rotate one token; when FUSED, axis 1 of the grid goes over q, k and v, and q and k are normalised first."""
+    part = tl.program_id(1)
+    row = tl.program_id(0)
+    b, token = (row // tokens).to(tl.int64), row % tokens
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    inside = head < HEADS
+    channel = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    x = tl.load(source + b * source_b + token * source_t + part * (HEADS * HEAD_DIM) + channel, mask=inside, other=0.0)
+    out = q_out + row.to(tl.int64) * (HEADS * HEAD_DIM)
+    weight = q_weight
+    if FUSED:
+        page, place = tl.load(slots + b).to(tl.int64), tl.load(offsets + b).to(tl.int64) + token
+        if part == 1:
+            out = k_out + page * k_slot + place * k_t
+            weight = k_weight
+        if part == 2:
+            out = v_out + page * v_slot + place * v_t
+    if part == 2:
+        tl.store(out + channel, x.to(out.dtype.element_ty), mask=inside)
+    else:
+        value = x.to(tl.float32)
+        if FUSED:
+            square = tl.sum(tl.sum(value * value, 1), 0) / (HEADS * HEAD_DIM)
+            value = value * tl.rsqrt(square + eps) * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+        start = tl.load(frame_start + b)
+        angle = _angles_of(token, start, height, width, log2_theta, FRAME_PAIRS, SIDE_PAIRS, HEAD_DIM // 2)
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+        even, odd = tl.split(tl.reshape(value, (BLOCK_HEADS, HEAD_DIM // 2, 2)))
+        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        tl.store(out + channel, tl.reshape(turned, (BLOCK_HEADS, HEAD_DIM)).to(out.dtype.element_ty), mask=inside)
+
+
+def rope_3d_triton(x_BTHd: Tensor, frame_start_B: Tensor, grid: tuple[int, int, int], *, theta: float = 10000.0) -> Tensor:
+    x = x_BTHd.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, (x, x), frame_start_B, grid, out, (out, out), (frame_start_B, frame_start_B), 0.0, theta, fused=False)
+    return out
+
+
+def qk_norm_rope_write_triton(
+    qkv_BTC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    frame_start_B: Tensor,
+    grid: tuple[int, int, int],
+    k_ring_SPHd: Tensor,
+    v_ring_SPHd: Tensor,
+    slots_B: Tensor,
+    offset_B: Tensor,
+    *,
+    eps: float,
+    theta: float = 10000.0,
+) -> Tensor:
+    batch, tokens, _ = qkv_BTC.shape
+    q = torch.empty(batch, tokens, *k_ring_SPHd.shape[2:], dtype=qkv_BTC.dtype, device=qkv_BTC.device)
+    weights, rings, places = (q_weight_D, k_weight_D), (k_ring_SPHd, v_ring_SPHd), (slots_B, offset_B)
+    _launch(qkv_BTC, weights, frame_start_B, grid, q, rings, places, eps, theta, fused=True)
+    return q
+
+
+def _launch(
+    source: Tensor,
+    weights: tuple[Tensor, Tensor],
+    frame_start_B: Tensor,
+    grid: tuple[int, int, int],
+    q: Tensor,
+    rings: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    eps: float,
+    theta: float,
+    *,
+    fused: bool,
+) -> None:
+    batch, tokens, heads, head_dim = q.shape
+    frame_pairs, side_pairs, _ = axis_pairs(head_dim)
+    (k_out, v_out), (slots_B, offset_B) = rings, places
+    _rope_3d_kernel[(batch * tokens, 3 if fused else 1)](
+        source, *weights, frame_start_B, slots_B, offset_B, q, k_out, v_out,
+        tokens, grid[1], grid[2], source.stride(0), source.stride(1),
+        k_out.stride(0), k_out.stride(1), v_out.stride(0), v_out.stride(1), math.log2(theta), eps,
+        HEADS=heads, HEAD_DIM=head_dim, FRAME_PAIRS=frame_pairs, SIDE_PAIRS=side_pairs, FUSED=fused,
+        BLOCK_HEADS=block_of(heads), num_warps=min(max(block_of(heads) * head_dim // 1024, 1), 8),
+    )  # fmt: skip
+
+
+def _even_power(x_BTHd: Tensor, *_: object, **__: object) -> bool:
+    head_dim = x_BTHd.shape[-1]
+    return head_dim >= 8 and head_dim & (head_dim - 1) == 0
+
+
+def _same_layout(
+    qkv_BTC: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, frame_start_B: Tensor, grid: object, *rings: Tensor, **_: object
+) -> bool:
+    dense = all(x.stride(-1) == 1 and x.stride(2) == x.shape[3] and x.dtype == qkv_BTC.dtype for x in rings[:2])
+    return dense and qkv_BTC.stride(-1) == 1 and q_weight_D.dtype == k_weight_D.dtype and _even_power(rings[0])
+
+
+rope_3d = FusedOp(rope_3d_reference, rope_3d_triton, supports=_even_power)
+qk_norm_rope_write = FusedOp(qk_norm_rope_write_reference, qk_norm_rope_write_triton, supports=_same_layout)
