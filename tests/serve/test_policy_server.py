@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -358,8 +359,10 @@ def test_two_hundred_observations_of_eight_clients_are_each_answered_with_their_
     assert len(policy.ran) == 200
 
 
-def test_run_server_prints_one_line_when_ready_and_returns_on_sigterm(tmp_path: Path) -> None:
-    script = tmp_path / "serve.py"
+@contextlib.contextmanager
+def running(folder: Path, policy: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a server in a process of its own; yields it and its address once it says that it is ready."""
+    script = folder / "serve.py"
     script.write_text(
         textwrap.dedent(
             f"""
@@ -367,7 +370,7 @@ def test_run_server_prints_one_line_when_ready_and_returns_on_sigterm(tmp_path: 
             sys.path.insert(0, {str(Path(__file__).parent)!r})
             from linear_policy import LinearPolicy
             from stretto.serve import ServerOptions, run_server
-            run_server(LinearPolicy(), ServerOptions(port=0))
+            run_server({policy}, ServerOptions(port=0))
             print("returned", flush=True)
             """
         )
@@ -376,15 +379,36 @@ def test_run_server_prints_one_line_when_ready_and_returns_on_sigterm(tmp_path: 
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"stretto: linear ready on (ws://127\.0\.0\.1:\d+) after [\d.]+ s\n", line)
-        assert found, line
-        with connect(found[1], compression=None) as ws:
-            ws.recv(timeout=5)
-            ws.send(pack(example(LIBERO)))
-            assert "actions" in unpack(ws.recv(timeout=5))
-            process.send_signal(signal.SIGTERM)
-            assert closing(ws)[0] == 1012
+        try:
+            assert found, line
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def test_run_server_prints_one_line_when_ready_and_returns_on_sigterm(tmp_path: Path) -> None:
+    with running(tmp_path, "LinearPolicy()") as (process, url), connect(url, compression=None) as ws:
+        ws.recv(timeout=5)
+        ws.send(pack(example(LIBERO)))
+        assert "actions" in unpack(ws.recv(timeout=5))
+        process.send_signal(signal.SIGTERM)
+        assert closing(ws)[0] == 1012
+        assert process.stdout is not None
         assert process.stdout.read() == "returned\n"
-    assert process.returncode == 0
+        assert process.wait(timeout=5) == 0
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, "LinearPolicy(infer_s=60.0)") as (process, url), connect(url, compression=None) as ws:
+        ws.recv(timeout=5)
+        ws.send(pack(example(LIBERO)))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "returned\n"
 
 
 def test_a_taken_port_is_an_error_before_anything_is_warmed() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import ConfigError, DeadlineError, FieldError, NonFiniteActionsError
 from stretto.core.policy import PolicyReply, RequestOptions
 from stretto.serve.metadata import build_metadata, default_max_message_bytes
 from stretto.serve.protocol import Conversation, MessageTooBigError, Phase, TurnError, error_text
-from stretto.serve.request import ActionShape, Exchange, MessageError, read_request
+from stretto.serve.request import Exchange, MessageError, Offer, read_request
+from stretto.serve.weigh import weigh
 from stretto_client.codec import pack, unpack
 
-SHAPE = ActionShape(4, 2)
+OFFER = Offer(4, 2, ("hard", "vjp"))
 DESCRIBED = {
     "model": "m",
     "action_horizon": 4,
@@ -28,17 +32,17 @@ def exchange(message: Any, *, session_id: str = "s") -> Exchange:
 
 
 def read(rt: dict[str, Any], **known: Any) -> RequestOptions:
-    return read_request(exchange({"state": np.zeros(3), "rt": rt}, **known), SHAPE)[1]
+    return read_request(exchange({"state": np.zeros(3), "rt": rt}, **known), OFFER)[1]
 
 
 def in_turn(max_message_bytes: int = 1000) -> Conversation:
-    talk = Conversation("s", SHAPE, max_message_bytes)
+    talk = Conversation("s", OFFER, max_message_bytes)
     talk.greeted(0.0)
     return talk
 
 
 def test_a_request_before_the_metadata_frame_is_refused() -> None:
-    talk = Conversation("s", SHAPE, 1000)
+    talk = Conversation("s", OFFER, 1000)
     with pytest.raises(TurnError, match="got a request before the metadata frame, expected to wait for it"):
         talk.request(b"x", talk.next_id(), 0.0)
     assert talk.phase is Phase.GREETING
@@ -137,7 +141,7 @@ def test_every_option_of_the_extension_arrives() -> None:
 
 
 def test_an_observation_without_the_extension_takes_the_defaults() -> None:
-    observation, options = read_request(exchange({"state": np.zeros(3), "anything": 1}), SHAPE)
+    observation, options = read_request(exchange({"state": np.zeros(3), "anything": 1}), OFFER)
     assert set(observation) == {"state", "anything"}
     assert options == RequestOptions(request_id="s-1")
 
@@ -156,8 +160,12 @@ def test_an_observation_without_the_extension_takes_the_defaults() -> None:
         ({"request_id": ""}, "rt.request_id: got str '', expected 1 to 128"),
         ({"request_id": "x\n"}, "rt.request_id"),
         ({"request_id": "x" * 129}, "rt.request_id"),
-        ({"prefix": np.ones((2, 2))}, "rt.delay_steps: got nothing, expected a value, because rt.prefix is given"),
-        ({"delay_steps": 1}, "rt.prefix: got nothing, expected a value, because rt.delay_steps is given"),
+        ({"prefix": np.ones((2, 2))}, r"rt.delay_steps: got nothing, expected a number of steps, because of \['prefix'\]"),
+        ({"executed_steps": 2}, r"rt.delay_steps: got nothing, expected a number of steps, because of \['executed_steps'\]"),
+        ({"mode": "hard"}, r"rt.delay_steps: got nothing, expected a number of steps, because of \['mode'\]"),
+        ({"mode": "soft"}, r"rt.mode: got 'soft', expected one of \['none', 'hard', 'vjp'\]"),
+        ({"delay_steps": 1}, "rt.prefix: got nothing, expected prefix or executed_steps beside delay_steps"),
+        ({"delay_steps": 5, "executed_steps": 1}, "rt.delay_steps: got 5, expected at most the 4 steps of a chunk"),
         ({"delay_steps": 1, "prefix": np.ones((0, 2))}, r"rt.prefix: got shape \[0, 2\], expected \[1 to 4, 2\]"),
         ({"delay_steps": 1, "prefix": np.ones((2, 3))}, r"rt.prefix: got shape \[2, 3\]"),
         ({"delay_steps": 3, "prefix": np.ones((2, 2))}, "rt.delay_steps: got 3, expected at most the 2 steps"),
@@ -172,10 +180,16 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(rt: dict[str, Any], er
         read(rt)
 
 
+@pytest.mark.parametrize("rt", [{"mode": "hard"}, {"delay_steps": 1, "executed_steps": 1}, {"prefix": np.ones((1, 2))}])
+def test_a_policy_without_real_time_chunking_refuses_what_it_would_ignore(rt: dict[str, Any]) -> None:
+    with pytest.raises(MessageError, match=r"rt\.\w+: got .*, expected (none: this policy offers no|one of \['none'\])"):
+        read_request(exchange({"state": np.zeros(3), "rt": rt}), Offer(4, 2))
+
+
 def test_an_error_carries_the_clients_own_request_id() -> None:
     failing = exchange({"state": np.zeros(3), "rt": {"seed": "x", "request_id": "mine"}})
     with pytest.raises(MessageError) as caught:
-        read_request(failing, SHAPE)
+        read_request(failing, OFFER)
     assert error_text(caught.value, failing.request_id).endswith("(request mine)")
 
 
@@ -189,7 +203,7 @@ def test_a_new_session_id_starts_a_new_episode_once() -> None:
 )
 def test_a_message_that_is_no_observation_is_refused(message: bytes) -> None:
     with pytest.raises(MessageError):
-        read_request(exchange(message), SHAPE)
+        read_request(exchange(message), OFFER)
 
 
 def test_faults_of_our_own_tell_the_client_nothing_about_the_inside() -> None:
@@ -220,6 +234,7 @@ def test_the_default_limit_admits_full_hd_cameras_and_stays_bounded() -> None:
         ({"policy_metadata": {"stretto": 1}}, "metadata.policy_metadata"),
         ({"policy_metadata": {"x": object()}}, "metadata.x: got object"),
         ({"rt": {"control_hz": float("inf")}}, "metadata.rt.control_hz"),
+        ({"rt": {"rtc_modes": "hard"}}, "metadata.rt.rtc_modes"),
     ],
 )
 def test_a_service_that_describes_itself_wrongly_is_refused_by_field(change: dict[str, Any], field: str) -> None:
@@ -232,3 +247,18 @@ def test_numpy_values_in_policy_metadata_are_published_as_plain_ones() -> None:
     built = build_metadata(described, max_message_bytes=5000, ping_interval_s=20.0)
     assert built["reset_pose"] == [0.0, 1.5]
     assert built["stretto"]["max_message_bytes"] == 5000
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
+        lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    )
+)
+def test_the_weight_of_a_message_is_the_number_of_its_values(tree: Any) -> None:
+    def count(node: Any) -> int:
+        if isinstance(node, dict):
+            return 1 + sum(1 + count(value) for value in node.values())
+        return 1 + sum(count(item) for item in node) if isinstance(node, list) else 1
+
+    assert weigh(msgpack.packb(tree), limit=1 << 20) == count(tree)

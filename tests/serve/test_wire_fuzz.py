@@ -12,13 +12,10 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from linear_policy import LIBERO, LinearPolicy, example, state
 from websockets.sync.client import ClientConnection, connect
 
 from stretto.serve import ServerOptions, ServerThread
-from stretto.serve.weigh import weigh
 from stretto_client.codec import pack, unpack
 
 OBSERVATION = {"state": np.arange(3.0)}
@@ -178,21 +175,6 @@ def test_a_message_of_millions_of_values_costs_the_others_nothing(server: Server
         assert works(other)
         assert time.perf_counter() - began_s < 1.0
         assert works(ws)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
-        lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
-    )
-)
-def test_the_weight_of_a_message_is_the_number_of_its_values(tree: Any) -> None:
-    def count(node: Any) -> int:
-        if isinstance(node, dict):
-            return 1 + sum(1 + count(value) for value in node.values())
-        return 1 + sum(count(item) for item in node) if isinstance(node, list) else 1
-
-    assert weigh(msgpack.packb(tree), limit=1 << 20) == count(tree)
 
 
 def test_full_size_frames_are_cut_anywhere_and_refused() -> None:

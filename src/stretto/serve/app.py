@@ -26,7 +26,7 @@ from starlette.websockets import WebSocket
 from stretto.serve.metadata import build_metadata
 from stretto.serve.metrics import CONTENT_TYPE, ServerMetrics
 from stretto.serve.options import ServerOptions
-from stretto.serve.request import ActionShape
+from stretto.serve.request import Offer
 from stretto.serve.service import PolicyService
 from stretto.serve.session import PolicySession
 from stretto_client.codec import pack
@@ -60,7 +60,8 @@ class PolicyServer:
         )
         self.metadata_frame = pack(metadata)
         described = metadata["stretto"]
-        self.shape = ActionShape(described["action_horizon"], described["action_dim"])
+        modes = tuple(metadata["rt"].get("rtc_modes", ()))
+        self.offer = Offer(described["action_horizon"], described["action_dim"], modes)
         self.max_message_bytes: int = described["max_message_bytes"]
         self.decoders = ThreadPoolExecutor(2, thread_name_prefix="stretto-decode")
         self.warmed = asyncio.Event()

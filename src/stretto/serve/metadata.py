@@ -52,6 +52,9 @@ def build_metadata(described: Mapping[str, object], *, max_message_bytes: int | 
     offered = described.get("rt", {})
     if not isinstance(offered, Mapping):
         raise ConfigError("metadata.rt", got=repr(offered), expected="a map")
+    modes = offered.get("rtc_modes", ())
+    if not isinstance(modes, (list, tuple)) or any(not isinstance(mode, str) for mode in modes):
+        raise ConfigError("metadata.rt.rtc_modes", got=repr(modes), expected="a list of names")
     stretto = {
         "version": __version__,
         "model": model,

@@ -19,7 +19,7 @@ import numpy as np
 
 from stretto.core.errors import FieldError, NonFiniteActionsError, StrettoError
 from stretto.core.policy import PolicyReply
-from stretto.serve.request import RT, ActionShape, Exchange, MessageError
+from stretto.serve.request import RT, Exchange, MessageError, Offer
 from stretto_client.codec import pack
 
 MAX_ERROR_CHARS = 1000
@@ -51,9 +51,9 @@ class MessageTooBigError(FieldError):
 class Conversation:
     """One connection's place in the protocol. Not thread-safe: one owner calls it."""
 
-    def __init__(self, session_id: str, shape: ActionShape, max_message_bytes: int) -> None:
+    def __init__(self, session_id: str, offer: Offer, max_message_bytes: int) -> None:
         self.session_id = session_id
-        self.shape = shape
+        self.offer = offer
         self.phase = Phase.GREETING
         self._max_message_bytes = max_message_bytes
         self._heard = 0
@@ -104,7 +104,7 @@ class Conversation:
         """
         self._expect(Phase.BUSY, "a reply")
         infer_ms = (now_s - exchange.began_s) * 1e3
-        frame = pack_reply(reply, exchange, self.shape, infer_ms=infer_ms, prev_total_ms=self._prev_total_ms)
+        frame = pack_reply(reply, exchange, self.offer, infer_ms=infer_ms, prev_total_ms=self._prev_total_ms)
         self.phase, self.current = Phase.IDLE, None
         self.session_id = exchange.session_id
         return frame
@@ -128,9 +128,7 @@ class Conversation:
             raise TurnError("conversation", got=f"{what} while {self.phase.value}", expected=f"it while {phase.value}")
 
 
-def pack_reply(
-    reply: PolicyReply, exchange: Exchange, shape: ActionShape, *, infer_ms: float, prev_total_ms: float | None
-) -> bytes:
+def pack_reply(reply: PolicyReply, exchange: Exchange, offer: Offer, *, infer_ms: float, prev_total_ms: float | None) -> bytes:
     """Write one reply. `infer_ms` is the whole of the server's work, `reply.infer_ms` the model's part of it.
 
     Raises:
@@ -138,8 +136,8 @@ def pack_reply(
         FieldError: if the actions are not [H, D].
     """
     actions = np.asarray(reply.actions)
-    if actions.shape != (shape.horizon, shape.width):
-        want = [shape.horizon, shape.width]
+    if actions.shape != (offer.horizon, offer.width):
+        want = [offer.horizon, offer.width]
         raise FieldError(
             "actions", got=f"shape {list(actions.shape)}", expected=f"shape {want}", hint="the policy broke its word"
         )

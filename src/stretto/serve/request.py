@@ -16,7 +16,7 @@ from stretto.core.policy import RequestOptions
 from stretto.serve.weigh import MessageError, weigh
 from stretto_client.codec import CodecError, unpack
 
-__all__ = ["RT", "ActionShape", "Exchange", "MessageError", "read_request"]
+__all__ = ["RT", "Exchange", "MessageError", "Offer", "read_request"]
 
 RT = "rt"
 MAX_ID_CHARS = 128
@@ -34,14 +34,18 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class ActionShape:
-    """[H, D] of every reply of one policy."""
+class Offer:
+    """What one policy publishes of its replies and of real-time chunking; requests are checked against it."""
 
     horizon: int
+    """H of every reply."""
     width: int
+    """D of every reply."""
+    rtc_modes: tuple[str, ...] = ()
+    """Empty: a request may not speak of the chunk before it."""
 
 
-def read_request(exchange: Exchange, shape: ActionShape) -> tuple[dict[str, Any], RequestOptions]:
+def read_request(exchange: Exchange, offer: Offer) -> tuple[dict[str, Any], RequestOptions]:
     """Decode one request; sets the names in `exchange` as soon as they are known, so that an error can carry them.
 
     Raises:
@@ -60,10 +64,10 @@ def read_request(exchange: Exchange, shape: ActionShape) -> tuple[dict[str, Any]
     if not observation.keys() - {RT}:
         raise MessageError("message", got="no observation", expected="the keys listed in the metadata frame")
     rt = observation.pop(RT, {})
-    return observation, _read_options(rt, exchange, shape)
+    return observation, _read_options(rt, exchange, offer)
 
 
-def _read_options(rt: object, exchange: Exchange, shape: ActionShape) -> RequestOptions:
+def _read_options(rt: object, exchange: Exchange, offer: Offer) -> RequestOptions:
     if not isinstance(rt, dict):
         raise MessageError(RT, got=type(rt).__name__, expected="a map")
     if rt.get("request_id") is not None:
@@ -75,28 +79,38 @@ def _read_options(rt: object, exchange: Exchange, shape: ActionShape) -> Request
     # A client that names a new session starts a new episode; stock clients have no other way to say so.
     if said.get("session_id", exchange.session_id) != exchange.session_id:
         exchange.session_id, said["reset"] = said["session_id"], True
+    _check_chunking(said, offer)
     prefix, noise = said.pop("prefix", None), said.pop("noise", None)
-    _check_prefix(prefix, said, shape)
-    if noise is not None and noise.shape[0] != shape.horizon:
-        raise MessageError("rt.noise", got=f"shape {list(noise.shape)}", expected=f"[{shape.horizon}, model width]")
+    if noise is not None and noise.shape[0] != offer.horizon:
+        raise MessageError("rt.noise", got=f"shape {list(noise.shape)}", expected=f"[{offer.horizon}, model width]")
     said.pop("session_id", None)
     said["request_id"] = exchange.request_id
     return RequestOptions(**said, prefix_KD=prefix, noise_HD=noise)
 
 
-def _check_prefix(prefix: np.ndarray[Any, Any] | None, said: Mapping[str, Any], shape: ActionShape) -> None:
-    if (prefix is None) != ("delay_steps" not in said):
-        given, lacking = ("delay_steps", "prefix") if prefix is None else ("prefix", "delay_steps")
-        raise MessageError(f"rt.{lacking}", got="nothing", expected=f"a value, because rt.{given} is given")
+def _check_chunking(said: Mapping[str, Any], offer: Offer) -> None:
+    """Refuse what the policy does not offer, half of what belongs together, and steps beyond a chunk."""
+    mode, prefix, delay = said.get("mode", "none"), said.get("prefix"), said.get("delay_steps")
+    if mode not in ("none", *offer.rtc_modes):
+        raise MessageError("rt.mode", got=repr(mode), expected=f"one of {['none', *offer.rtc_modes]}")
+    about = [key for key in ("prefix", "executed_steps", "delay_steps") if key in said]
+    if not about and mode == "none":
+        return
+    if not offer.rtc_modes:
+        raise MessageError(f"rt.{about[0]}", got="a value", expected="none: this policy offers no real-time chunking")
+    if delay is None:
+        raise MessageError("rt.delay_steps", got="nothing", expected=f"a number of steps, because of {about or ['mode']}")
+    if about == ["delay_steps"]:
+        raise MessageError("rt.prefix", got="nothing", expected="prefix or executed_steps beside delay_steps")
+    if delay > offer.horizon:
+        raise MessageError("rt.delay_steps", got=delay, expected=f"at most the {offer.horizon} steps of a chunk")
     if prefix is None:
         return
-    if prefix.shape[1] != shape.width or not 1 <= prefix.shape[0] <= shape.horizon:
-        want = f"[1 to {shape.horizon}, {shape.width}]"
-        raise MessageError("rt.prefix", got=f"shape {list(prefix.shape)}", expected=want)
-    if said["delay_steps"] > prefix.shape[0]:
-        raise MessageError(
-            "rt.delay_steps", got=said["delay_steps"], expected=f"at most the {prefix.shape[0]} steps of rt.prefix"
-        )
+    if prefix.shape[1] != offer.width or not 1 <= len(prefix) <= offer.horizon:
+        expected = f"[1 to {offer.horizon}, {offer.width}]"
+        raise MessageError("rt.prefix", got=f"shape {list(prefix.shape)}", expected=expected)
+    if delay > len(prefix):
+        raise MessageError("rt.delay_steps", got=delay, expected=f"at most the {len(prefix)} steps of rt.prefix")
 
 
 def _name(where: str, value: object) -> str:

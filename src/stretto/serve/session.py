@@ -30,7 +30,7 @@ class PolicySession:
     def __init__(self, socket: WebSocket, server: PolicyServer, session_id: str) -> None:
         self._socket = socket
         self._server = server
-        self._talk = Conversation(session_id, server.shape, server.max_message_bytes)
+        self._talk = Conversation(session_id, server.offer, server.max_message_bytes)
         self._handle: Session | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._leaving = False
@@ -139,7 +139,7 @@ class PolicySession:
         """Decode, submit and wait. Decoding has its own threads: a hostile message may take long to read."""
         loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
-        read = loop.run_in_executor(self._server.decoders, read_request, exchange, self._talk.shape)
+        read = loop.run_in_executor(self._server.decoders, read_request, exchange, self._talk.offer)
         observation, options = await read
         exchange.decode_ms = (time.perf_counter() - started_s) * 1e3
         if self._handle is None:
