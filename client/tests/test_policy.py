@@ -84,11 +84,11 @@ def test_the_api_key_goes_out_in_openpi_s_header() -> None:
 
 
 def test_a_text_frame_is_an_error_with_its_text_and_the_connection_goes_on() -> None:
-    replies = iter(["refused (deadline): 80 ms is too short", {"actions": np.zeros((4, 2))}])
+    replies = iter(["[deadline] refused (deadline): 80 ms is too short (request 1)", {"actions": np.zeros((4, 2))}])
     with running(serving(lambda _: next(replies), {})) as port, PolicyClient("127.0.0.1", port) as client:
         with pytest.raises(ServerError, match="80 ms is too short") as e:
             client.infer(OBS)
-        assert e.value.reason == "deadline"
+        assert (e.value.code, e.value.reason) == ("deadline", "deadline")
         assert "actions" in client.infer(OBS)
 
 

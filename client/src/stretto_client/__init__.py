@@ -15,6 +15,7 @@ from stretto_client.errors import (
 )
 from stretto_client.options import Handshake, Options
 from stretto_client.policy import PolicyClient
+from stretto_client.trace import TracedPolicy
 
 __version__ = "0.1.0"
 
@@ -34,4 +35,5 @@ __all__ = [
     "ReplyError",
     "ServerError",
     "StarvedError",
+    "TracedPolicy",
 ]

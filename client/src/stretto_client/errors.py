@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _REFUSED = re.compile(r"refused \((\w+)\)")
+_CODE = re.compile(r"\[(\w+)\] ")
 
 
 class ClientError(Exception):
@@ -24,12 +25,15 @@ class ServerError(ClientError, RuntimeError):
     """The server answered with an error text; the connection may still be good.
 
     `reason` is the short word of a refusal (`deadline`, `capacity`, `superseded`, ...), or None for any other error.
+    `code` is the stable word that Stretto's server puts in front, or None from a stock server.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         found = _REFUSED.search(text)
         self.reason = found.group(1) if found else None
+        code = _CODE.match(text)
+        self.code = code.group(1) if code else None
         super().__init__(f"error in the inference server: {text}")
 
 

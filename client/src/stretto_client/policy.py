@@ -246,4 +246,6 @@ def _limit_send(sock: socket.socket, limit_s: float) -> None:
         value: bytes | int = struct.pack("ll", whole, int((limit_s - whole) * 1e6))
     else:
         value = int(limit_s * 1000)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    # A server that greets and leaves at once may have closed it by now; reading then tells what it said.
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

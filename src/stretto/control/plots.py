@@ -44,7 +44,8 @@ def draw_control_roofline(points: Sequence[Point], path: Path) -> None:
     axes.set_ylabel("control rate / rate without latency")
     axes.set_title("Control-Time Roofline", loc="left")
     _decades(axes, low, high)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False, fontsize=8)
+    title = "filled: from observation to command, with a band to p99; open: the model alone"
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False, fontsize=8, title=title, title_fontsize=8)
     _save(figure, path)
 
 
@@ -69,6 +70,7 @@ def draw_device_roofline(stages: Sequence[StagePoint], device: DeviceRoof, path:
         label = f"{s.name}: {s.seconds * 1e3:.3g} ms, {100 * s.share_of_roof:.0f} % of its {s.bound} roof"
         axes.vlines(s.intensity, y, s.allowed_flops / 1e12, color=colour, lw=0.8, ls=":")
         axes.scatter([s.intensity], [y], s=30 + 170 * s.seconds / longest, color=colour, label=label, zorder=3)
+        axes.annotate(s.name, (s.intensity, y), xytext=(11, 0), textcoords="offset points", va="center", fontsize=8)
     lowest = min(min(s.reached_flops for s in stages), device.bandwidth_bytes_s * low)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest / 2e12, device.peak_flops * 2.5 / 1e12))
     axes.set_xlabel("intensity, FLOP per byte")

@@ -266,9 +266,10 @@ def _sentence(p: dict[str, Any], blame: str) -> str:
         margin = f"meets its deadline of {deadline_ms:.0f} ms with {margin_ms:.0f} ms to spare at p99"
     bought = f"{p['margin_of_2x_ms']:.0f} ms of margin"
     buys = f"{bought} but no rate" if gain < 0.005 else f"{100 * gain:.0f} % more rate and {bought}"
+    actions = "1 action" if p["executed_steps"] == 1 else f"{p['executed_steps']} actions"
     runs = f"it runs at {100 * rate:.0f} % of the rate without latency"
     return (
         f"{p['name']} is limited by the {p['limited_by']}: {runs} and {margin}; "
-        f"{blame}, the world {p['env_ms']:.0f} ms for {p['executed_steps']} actions at {p['control_hz']:g} Hz, "
+        f"{blame}, the world {p['env_ms']:.0f} ms for {actions} at {p['control_hz']:g} Hz, "
         f"and a model twice as fast would buy {buys}."
     )
