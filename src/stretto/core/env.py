@@ -35,3 +35,8 @@ class Flag:
 TRITON = Flag("TRITON", True, "use Triton kernels where they exist; 0 takes the reference of every fused op")
 NVTX = Flag("NVTX", False, "put an NVTX range around every stage")
 FLAGS = (TRITON, NVTX)
+
+
+def commit() -> str | None:
+    """Return STRETTO_COMMIT: the commit of a source tree that travels without its repository."""
+    return os.environ.get(PREFIX + "COMMIT")

@@ -8,9 +8,17 @@ from pathlib import Path
 
 import torch
 
+from stretto.core import env
+
 
 def commit() -> str:
-    """Return the git commit of this source tree, marked when it has changes; `unknown` outside a checkout."""
+    """Return the git commit of this source tree, marked when it has changes; `unknown` outside a checkout.
+
+    STRETTO_COMMIT says it where a tree was copied without its repository.
+    """
+    told = env.commit()
+    if told is not None:
+        return told
     here = Path(__file__).parent
     try:
         run = subprocess.run(

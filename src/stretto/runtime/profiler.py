@@ -64,7 +64,6 @@ class Bench:
         self.model, self.device, self.mode, self.batch = model, device, mode, batch
         plan = whole(model.route, str(device), batch_cap=batch, mode=mode)
         self.arenas: Arenas = arenas_for(model, plan, str(device), device, slots=SETS * batch, streams=1)
-        self.graphs = Graphs() if mode == "graph" else None
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
         """Fill the slots with `SETS * batch` rows of inputs."""
@@ -84,7 +83,7 @@ class Bench:
             self.arenas,
             mode=self.mode,
             batch_buckets=(self.batch,),
-            graphs=self.graphs,
+            graphs=Graphs() if self.mode == "graph" else None,
             shapes={axis: (n,) for axis, n in lengths.items()},
         )
         start = segment.start if at is None else at
