@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stretto.layers.dispatch import implementation
 from stretto.layers.kernels import (
     Modulation,
     ada_rms_norm,
@@ -302,3 +303,21 @@ def test_a_small_batch_splits_its_keys_and_a_large_one_does_not() -> None:
     assert choose_tiling(400, 1, 1018, 256, 132).splits > 1
     assert choose_tiling(400, 32, 1018, 256, 132).splits == 1
     assert choose_tiling(8 * 968, 32, 968, 256, 132).splits == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
+def test_a_captured_call_equals_the_eager_one_and_follows_lengths_changed_after_capture() -> None:
+    draw = Draw(5, torch.bfloat16)
+    q, k, v = draw.normal(2, 50, 8, 256), draw.normal(3, 968, 1, 256), draw.normal(3, 968, 1, 256)
+    slots, lengths = draw.slots(2, 3), torch.tensor([968, 900], device=DEVICE, dtype=torch.int32)
+    assert implementation(prefix_attention, DEVICE) == "triton"
+    with torch.no_grad():
+        prefix_attention(q, k, v, slots, length_B=lengths)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = prefix_attention(q, k, v, slots, length_B=lengths)
+        for new in ([968, 900], [1, 0], [64, 65]):
+            lengths.copy_(torch.tensor(new))
+            graph.replay()
+            assert torch.equal(captured, prefix_attention(q, k, v, slots, length_B=lengths))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -237,6 +239,19 @@ def test_a_cpu_runs_the_reference_and_says_so() -> None:
     assert not triton_runs_on("cpu", None)
 
 
+def test_without_triton_every_op_still_imports_and_runs_its_reference() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from stretto.layers.dispatch import triton_installed
+from stretto.layers.kernels import rms_norm
+assert not triton_installed()
+assert rms_norm(torch.ones(1, 8), torch.zeros(8), 0.0).eq(1).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_call_that_needs_gradients_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.layers.dispatch.triton_runs_on", lambda kind, index: True)
     ran: list[str] = []
@@ -253,6 +268,7 @@ def test_a_call_that_needs_gradients_takes_the_reference(monkeypatch: pytest.Mon
     double(torch.ones(2))
     double(torch.ones(2, requires_grad=True))
     double(torch.ones(1))
+    assert double.runs(torch.ones(1)) == "reference"
     with torch.no_grad():
         double(torch.ones(2, requires_grad=True))
     assert double.name == "double"

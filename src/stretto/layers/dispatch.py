@@ -52,15 +52,17 @@ class FusedOp(Generic[P, R]):
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        kernel = self.kernel
-        if (
-            kernel is not None
-            and self.implementation(_first(args).device) == "triton"
-            and not (torch.is_grad_enabled() and _needs_grad(args, kwargs))
-            and (self.supports is None or self.supports(*args, **kwargs))
-        ):
-            return kernel(*args, **kwargs)
+        if self.kernel is not None and self.runs(*args, **kwargs) == "triton":
+            return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    def runs(self, *args: P.args, **kwargs: P.kwargs) -> Implementation:
+        """Say what this very call would run."""
+        if self.implementation(_first(args).device) == "reference":
+            return "reference"
+        if torch.is_grad_enabled() and _needs_grad(args, kwargs):
+            return "reference"
+        return "triton" if self.supports is None or self.supports(*args, **kwargs) else "reference"
 
     def implementation(self, device: torch.device) -> Implementation:
         """Say what a call without gradients runs on `device`, for shapes that the kernel supports."""
