@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from wan_world import Member, StreamRows, Streams
 
 from stretto.layers.kernels import gated_add, layer_norm, modulated_layer_norm, rope_3d
@@ -105,7 +105,10 @@ def masked_forward(model: WanModel, copies: list[Tensor], levels_F: Tensor, cont
     for block in net.blocks:
         assert isinstance(block, Block)
         shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[levels].unbind(2)
-        q, k, v = block.self_attn.project(modulated_layer_norm(h, scale1, shift1, config.eps))
+        attn = block.self_attn
+        q, k, v = attn.qkv(modulated_layer_norm(h, scale1, shift1, config.eps)).chunk(3, dim=-1)
+        q, k = (rms_norm(x, (config.width,), w.weight, config.eps) for x, w in ((q, attn.norm_q), (k, attn.norm_k)))
+        q, k, v = (x.unflatten(-1, (config.heads, -1)) for x in (q, k, v))
         h = gated_add(h, block.self_attn.o(attention(roped(q), roped(k), v, mask)), gate1)
         y = layer_norm(h, block.norm3.weight, block.norm3.bias, config.eps)
         k, v = block.cross_attn.keys_values(net.embed_text(context))

@@ -12,7 +12,7 @@ from wan_world import Member, Streams
 
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import tiny_config
-from stretto.models.wan_ring import Ring, attend_slots, write_pages
+from stretto.models.wan_ring import Ring, attend_slots
 
 TOKENS, HEADS, SIZE = 3, 2, 4
 
@@ -31,10 +31,11 @@ def test_a_ring_sees_what_a_rolling_list_sees_over_three_windows(chunk_frames: i
     listed: list[tuple[Tensor, Tensor]] = []
     for chunk in range(3 * window // chunk_frames + 1):
         q, k, v = (torch.randn(1, chunk_frames * TOKENS, HEADS, SIZE, generator=generator) for _ in range(3))
-        pages = ring.pages(torch.tensor([chunk]), torch.tensor([2]))
-        assert pages.tolist() == [2 * window + ring.page(chunk * chunk_frames + f) for f in range(chunk_frames)]
+        frames = torch.arange(chunk * chunk_frames, (chunk + 1) * chunk_frames)
+        pages = ring.pages(frames)
+        assert pages.tolist() == [ring.page(f) for f in frames.tolist()]
         for arena, x in zip(arenas, (k, v), strict=True):
-            write_pages(arena, pages, x)
+            arena[2, pages] = x.view(chunk_frames, TOKENS, HEADS, SIZE)
         listed += zip(k[0].split(TOKENS), v[0].split(TOKENS), strict=True)
         if len(listed) > window:
             listed = listed[:sinks] + listed[len(listed) - (window - sinks) :]

@@ -28,25 +28,14 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections of the attention over the ring; the attention itself needs the ring, so the stage calls it."""
+    """Projections of the attention over the ring. What lies between them needs the ring, so it is in the stage."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads, self.eps = config.heads, config.eps
         self.qkv = FusedLinear(width, {"q": width, "k": width, "v": width}, bias=True)
         self.o = nn.Linear(width, width)
         self.norm_q, self.norm_k = Norm(width), Norm(width)
-
-    def project(self, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k (normed, not yet roped) and v as [B, N, H, d]."""
-        q, k, v = self.qkv(x_BND).chunk(3, dim=-1)
-        q = rms_norm(q, self.norm_q.weight, self.eps, unit_offset=False)
-        k = rms_norm(k, self.norm_k.weight, self.eps, unit_offset=False)
-        return self._split(q), self._split(k), self._split(v)
-
-    def _split(self, x_BND: Tensor) -> Tensor:
-        return torch.unflatten(x_BND, -1, (self.heads, -1))
 
 
 class CrossAttention(nn.Module):

@@ -45,20 +45,10 @@ class Ring:
         """Return how many pages, from page 0 on, hold frames once the chunk has written its own."""
         return min((chunk + 1) * self.frames_per_chunk, self.window_frames)
 
-    def pages(self, chunks_B: Tensor, state_slots_B: Tensor) -> Tensor:
-        """Return the pages of each row's chunk, [B F], as indices into [S W]; nothing is read back to the host."""
-        within = torch.arange(self.frames_per_chunk, device=chunks_B.device)
-        frames = chunks_B[:, None] * self.frames_per_chunk + within
+    def pages(self, frames: Tensor) -> Tensor:
+        """Return the pages of absolute frames, int64 of any shape; nothing is read back to the host."""
         pages = (frames - self.sink_frames) % (self.window_frames - self.sink_frames) + self.sink_frames
-        if self.sink_frames:
-            pages = torch.where(frames < self.sink_frames, frames, pages)
-        return (state_slots_B[:, None] * self.window_frames + pages).flatten()
-
-
-def write_pages(arena_SWTHd: Tensor, pages: Tensor, x_BNHd: Tensor) -> None:
-    """Copy the frames of each row into its pages."""
-    tokens = arena_SWTHd.shape[2]
-    arena_SWTHd.flatten(0, 1).index_copy_(0, pages, x_BNHd.reshape(-1, tokens, *x_BNHd.shape[2:]))
+        return torch.where(frames < self.sink_frames, frames, pages) if self.sink_frames else pages
 
 
 def attend_slots(q_BNHd: Tensor, k_S: Tensor, v_S: Tensor, slots: Sequence[int], valid: Sequence[int]) -> Tensor:

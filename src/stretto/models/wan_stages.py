@@ -22,12 +22,12 @@ from stretto.layers.kernels import (
     gated_add_modulated_layer_norm,
     layer_norm,
     modulated_layer_norm,
-    rope_3d,
+    qk_norm_rope_write,
 )
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_net import ActionAdapter, Block, WanNet
 from stretto.models.wan_noise import normal, step_keys
-from stretto.models.wan_ring import Ring, attend_slots, write_pages
+from stretto.models.wan_ring import Ring, attend_slots
 
 CONTEXT = "context"
 PLACE = "place"
@@ -38,8 +38,10 @@ PLACE = "place"
 class Clock:
     """What all stages of one visit derive from the rows: where the chunk is, and how noisy each frame is."""
 
-    frame_start_B: Tensor
-    pages: Tensor
+    frames_R: Tensor
+    slots_R: Tensor
+    offsets_R: Tensor
+    """Absolute frame, state slot and first ring token of each frame of each row, R = B F."""
     levels_BF: Tensor
     given_BF: Tensor
     slots: tuple[int, ...]
@@ -67,15 +69,16 @@ class Clocks:
             expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
             raise ConfigError("mode", got="graph, captured without rows", expected=expected)
         config, place_B3 = self.config, rows.get(PLACE)
-        chunks_B = place_B3[:, 0]
         frames = torch.arange(config.frames_per_chunk, device=place_B3.device)
         given_BF = frames < place_B3[:, 2:]
         # Every step past the last denoise step runs at the level of the clean pass; given frames are clean throughout.
         levels_B = rows.steps_B.clamp(max=config.policy.clean_step)
         levels_BF = torch.where(given_BF, config.policy.clean_step + 1, levels_B[:, None])
+        frames_BF = place_B3[:, :1] * config.frames_per_chunk + frames
         return Clock(
-            chunks_B * config.frames_per_chunk,
-            self.ring.pages(chunks_B, rows.state_slots_B),
+            frames_BF.flatten(),
+            rows.state_slots_B.repeat_interleave(config.frames_per_chunk),
+            (self.ring.pages(frames_BF) * config.tokens_per_frame).flatten(),
             levels_BF,
             given_BF,
             tuple(row.state_slot for row in host),
@@ -159,23 +162,32 @@ class BlockStage:
 
     def _self_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         config, attn = self.config, self.block.self_attn
-        q, k, v = attn.project(x_BND)
-        grid = (config.frames_per_chunk, *config.grid)
-        q = rope_3d(q, clock.frame_start_B, grid, theta=config.rope_theta)
-        k = rope_3d(k, clock.frame_start_B, grid, theta=config.rope_theta)
         k_ring, v_ring = rows.arena(self.k), rows.arena(self.v)
-        write_pages(k_ring, clock.pages, k.to(k_ring.dtype))
-        write_pages(v_ring, clock.pages, v.to(v_ring.dtype))
-        out = attend_slots(q.to(k_ring.dtype), k_ring, v_ring, clock.slots, clock.valid)
-        projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
+        # A page is a frame: frame by frame, a chunk may wrap around the end of the ring.
+        q = qk_norm_rope_write(
+            attn.qkv(x_BND).view(-1, config.tokens_per_frame, 3 * config.width),
+            attn.norm_q.weight,
+            attn.norm_k.weight,
+            clock.frames_R,
+            (1, *config.grid),
+            k_ring.flatten(1, 2),
+            v_ring.flatten(1, 2),
+            clock.slots_R,
+            clock.offsets_R,
+            eps=config.eps,
+            theta=config.rope_theta,
+        )
+        q_BNHd = q.view(rows.size, -1, config.heads, config.head_dim)
+        out = attend_slots(q_BNHd, k_ring, v_ring, clock.slots, clock.valid)
+        projected: Tensor = attn.o(out.flatten(2))
         return projected
 
     def _cross_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         attn = self.block.cross_attn
         k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
         everything = (self.config.text_tokens,) * len(clock.slots)
-        out = attend_slots(attn.query(x_BND).to(k.dtype), k, v, clock.slots, everything)
-        projected: Tensor = attn.o(out.flatten(2).to(x_BND.dtype))
+        out = attend_slots(attn.query(x_BND), k, v, clock.slots, everything)
+        projected: Tensor = attn.o(out.flatten(2))
         return projected
 
     def _act(self, rows: Rows, x_BND: Tensor) -> Tensor:
