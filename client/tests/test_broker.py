@@ -132,9 +132,9 @@ def test_with_spikes_of_the_delay_the_robot_waits_but_never_skips_repeats_or_jum
     assert [c["broker"]["step"] for c in executed] == list(range(len(executed)))
     assert [int(c["row"]) for c in executed] == list(range(len(executed)))
     assert [c["broker"]["tick"] for c in commands] == list(range(400))
-    assert broker.stats.late + broker.stats.seams > 0
-    if not broker.stats.seams:
-        assert largest_step(commands) <= policy.inner + 1e-12
+    assert broker.stats.late > 0
+    assert len(executed) > 200
+    assert largest_step(commands) <= policy.inner + 1e-12
 
 
 def test_naive_switching_jumps_where_real_time_chunking_does_not() -> None:

@@ -50,8 +50,6 @@ class BrokerStats:
     """Chunks taken over."""
     late: int = 0
     """Chunks dropped since more steps had passed than were promised to the policy, or than the chunk has."""
-    seams: int = 0
-    """Late chunks taken over all the same, because the robot had nothing else left."""
     abandoned: int = 0
     """Chunks dropped because the episode was reset meanwhile."""
     failures: int = 0
@@ -264,14 +262,12 @@ class RealtimeBroker:
         chunk = Chunk.read(start, reply, self._terms.horizon, self._terms.action_dim)
         self._terms.learn(*chunk.actions.shape)
         self.estimator.add(max(1e-9, self._now() - job.observed.at_s))
-        passed, left = self._step - start, self._timeline.remaining(self._step)
-        if job.frozen is not None and passed > job.frozen:
-            if left or passed >= chunk.length:
-                self._late(passed, job.frozen)
-                return
-            self.stats.seams += 1
-        elif passed >= chunk.length:
-            self._late(passed, chunk.length)
+        passed = self._step - start
+        # A chunk that keeps fewer steps than were executed would jump. Asking again costs one more delay, and never a jump:
+        # a robot that has run dry by then is answered with a chunk that begins where it stands.
+        allowed = chunk.length - 1 if job.frozen is None else min(job.frozen, chunk.length - 1)
+        if passed > allowed:
+            self._late(passed, allowed)
             return
         self._failures_in_a_row = 0
         self.stats.chunks += 1
