@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from small_pi05 import TOKEN_LIMIT
+from small_pi05 import CAMERAS, TOKEN_LIMIT
 
+from stretto.evals.metaworld import BASE_CAMERA, STATE, WRIST_CAMERA
 from stretto.models.pi0_config import Pi0Config
 from stretto.models.pi0_net import Pi0Net
 from stretto.models.pi0_weights import weight_map
@@ -25,6 +26,9 @@ from stretto.models.pi0_weights import weight_map
 PRE, POST = "policy_preprocessor", "policy_postprocessor"
 PRE_STATE = f"{PRE}_step_3_normalizer_processor.safetensors"
 POST_STATE = f"{POST}_step_0_unnormalizer_processor.safetensors"
+
+RENAMES = {BASE_CAMERA: CAMERAS[0], WRIST_CAMERA: CAMERAS[1], STATE: "observation.state"}
+"""What the robot calls its cameras and state -> the names in `config.json`."""
 
 
 def processors(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -43,7 +47,7 @@ def processors(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     relative = {"enabled": False, "exclude_joints": [], "action_names": None}
     before = [
-        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": RENAMES}},
         {"registry_name": "to_batch_processor", "config": {}},
         {"registry_name": "relative_actions_processor", "config": relative},
         {"registry_name": "normalizer_processor", "config": every, "state_file": PRE_STATE},

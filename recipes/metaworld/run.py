@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> None:
     share = options.first_share if options.driven else 1.0
     first = {**learning, "demos": [str(out / "demos")], "minutes": options.minutes * share}
     state = train.train(defaults(train.add_arguments, **first))
+    shutil.copyfile(trained / "losses.json", out / "losses-1.json")
     if options.driven:
         stage("collect where the policy leads")
         driven = {"episodes": options.driven, "contrast": 0, "out": str(out / "driven"), "driver": str(trained)}
@@ -83,9 +84,9 @@ def run(options: argparse.Namespace) -> None:
         both = [str(out / "demos"), str(out / "driven")]
         second = {**learning, "demos": both, "minutes": options.minutes * (1 - share), "lr": options.second_lr}
         train.train(defaults(train.add_arguments, **second), state)
+        shutil.copyfile(trained / "losses.json", out / "losses-2.json")
     stage("export")
     export.export(trained, folder)
-    shutil.copyfile(trained / "losses.json", out / "losses.json")
     if options.check:
         stage("check")
         result = check(trained, options)

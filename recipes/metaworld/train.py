@@ -166,7 +166,7 @@ def fit(net: Pi0Net, demos: Demos, options: argparse.Namespace) -> list[dict[str
         optimizer.step()
         average.update(step)
         total += loss.detach()
-        if (step + 1) % options.log_every == 0:
+        if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
             elapsed = time.monotonic() - started
             history.append({"step": step + 1, "loss": float(total) / (step + 1 - last), "seconds": elapsed})
             total.zero_()
