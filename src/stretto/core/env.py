@@ -33,8 +33,7 @@ class Flag:
 
 
 TRITON = Flag("TRITON", True, "use Triton kernels where they exist; 0 takes the reference of every fused op")
-NVTX = Flag("NVTX", False, "put an NVTX range around every stage")
-FLAGS = (TRITON, NVTX)
+FLAGS = (TRITON,)
 
 
 def commit() -> str | None:
