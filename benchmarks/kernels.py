@@ -54,6 +54,14 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, dtype=dtype, device="cuda")
 
 
+def fp32(*shape: int) -> Tensor:
+    return normal(*shape, dtype=torch.float32)
+
+
+def affine(width: int) -> tuple[Tensor, Tensor]:
+    return fp32(width), fp32(width)
+
+
 def table(batch: int, width: int) -> Modulation:
     """Modulation of one norm among 37, each row at its own denoise step."""
     wide = 0.1 * normal(10, 37 * 3 * width)
@@ -84,6 +92,13 @@ def expert_attention(batch: int) -> Args:
 def prefix_self_attention(batch: int) -> Args:
     k, v, slots = arena(batch)
     return (normal(batch, 968, 8, 256), k, v, slots), masked_lengths(batch)
+
+
+def fresh_attention(batch: int) -> Args:
+    """The prefix over its own keys, before they are in an arena."""
+    qkv = normal(batch, 968, 10, 256)
+    named = {"key_mask_BN": masked_lengths(batch)["key_mask_BP"].bool()}
+    return (qkv[:, :, :8].contiguous(), qkv[:, :, 8:9].contiguous(), qkv[:, :, 9:]), named
 
 
 def rope_write_args(batch: int) -> Args:
@@ -123,11 +138,12 @@ def cases(batch: int) -> Iterator[Case]:
     yield case("prefix rope_write", ops.rope_write, lambda: rope_write_args(b), (2, 3))
     yield simple("prefix geglu", ops.geglu, lambda: (normal(b, 968, 32768),))
     yield case("prefix prefix_attention", ops.prefix_attention, lambda: prefix_self_attention(b))
+    yield case("prefix attention", ops.attention, lambda: fresh_attention(b))
     yield simple("vision patchify", ops.patchify, lambda: (image(b), 14))
-    yield simple("vision layer_norm", ops.layer_norm, lambda: (normal(3 * b, 256, 1152), normal(1152), normal(1152), eps))
+    yield simple("vision layer_norm", ops.layer_norm, lambda: (fp32(3 * b, 256, 1152), *affine(1152), eps), dtype=BF16)
     yield simple(
         "vision add_layer_norm", ops.add_layer_norm,
-        lambda: (normal(3 * b, 256, 1152), normal(3 * b, 256, 1152), normal(1152), normal(1152), eps),
+        lambda: (normal(3 * b, 256, 1152), fp32(3 * b, 256, 1152), *affine(1152), eps),
     )  # fmt: skip
     yield simple("vision gelu_tanh", ops.gelu_tanh, lambda: (normal(3 * b, 256, 4304), normal(4304)))
     if b == 1:
@@ -139,7 +155,7 @@ def wan_cases() -> Iterator[Case]:
     tokens, width, eps = 1560, 5120, 1e-6
 
     def lines() -> Tensor:
-        return 0.1 * normal(1, 1, width, dtype=torch.float32)
+        return 0.1 * fp32(1, 1, width)
 
     def x() -> Tensor:
         return normal(1, tokens, width)
