@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -330,7 +331,8 @@ def show(row: dict[str, Any]) -> str:
 def environment() -> dict[str, str]:
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     device = torch.cuda.get_device_name(0)
     return {"device": device, "commit": commit or "unknown", "torch": torch.__version__, "triton": triton.__version__}
 
