@@ -43,14 +43,13 @@ def test_the_stock_client_survives_a_minute_of_inference_while_health_and_others
             time.sleep(0.01)
         policy.infer_s = 0.0
         quick = WebsocketClientPolicy("127.0.0.1", server.port)
-        slowest_s, answered = 0.0, 0
+        health_s: list[float] = []
         while threads[0].is_alive():
             asked_s = time.perf_counter()
             with urllib.request.urlopen(f"{server.http_url}/healthz") as answer:
                 assert answer.read() == b"OK\n"
-            slowest_s = max(slowest_s, time.perf_counter() - asked_s)
+            health_s.append(time.perf_counter() - asked_s)
             quick.infer(observation)
-            answered += 1
             time.sleep(0.5)
         for thread in threads:
             thread.join()
@@ -59,5 +58,6 @@ def test_the_stock_client_survives_a_minute_of_inference_while_health_and_others
     for name in ("slow", "again", "early"):
         np.testing.assert_array_equal(got[name]["actions"], policy.act(observation))
     assert got["slow"]["server_timing"]["infer_ms"] >= INFER_S * 1e3
-    assert answered > INFER_S
-    assert slowest_s < 0.05
+    assert len(health_s) > INFER_S
+    # A busy CI machine may delay single answers; a blocked event loop would delay nearly all.
+    assert np.percentile(health_s, 95) < 0.05
