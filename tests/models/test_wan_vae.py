@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from stretto.models.wan_vae import (
     StreamingEncoder,
     VaeDecoder,
     build_vae,
+    load_vae,
     new_caches,
     to_bytes,
 )
@@ -96,6 +98,16 @@ def test_streaming_encode_equals_the_full_encode(form: Form, changes: Form) -> N
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
     with pytest.raises(ObservationError, match="pixels: got 3 frames, expected 4k"):
         encoder.encode(video[:3])
+
+
+def test_a_saved_vae_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    vae = small_vae(WAN21_VAE, {"base_dim": 8, **SMALL})
+    vae.save_pretrained(tmp_path)
+    x = latents(vae, 2)
+    again = load_vae(tmp_path, dtype=torch.float32)
+    assert torch.equal(StreamingDecoder(VaeDecoder(again), 4, 6).decode(x), StreamingDecoder(VaeDecoder(vae), 4, 6).decode(x))
+    with pytest.raises(ConfigError, match="vae: got"):
+        load_vae(tmp_path / "absent")
 
 
 def test_the_light_decoder_streams_with_its_memory_and_the_first_frame_rule() -> None:

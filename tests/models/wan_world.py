@@ -28,8 +28,8 @@ class Streams:
     def __init__(self, model: WanModel, count: int = 1, *, conditions: Sequence[Mapping[str, tuple[int, Tensor]]] = ()) -> None:
         self.model, self.count = model, count
         self.rings = model.config.policy.states
-        self.arenas = {n: zeros(count + 1, spec) for n, spec in model.values.items()}
-        self.arenas |= {n: zeros(count * self.rings + 1, spec) for n, spec in model.state.items()}
+        self.arenas = {n: zeros(count + 1, spec, model.device) for n, spec in model.values.items()}
+        self.arenas |= {n: zeros(count * self.rings + 1, spec, model.device) for n, spec in model.state.items()}
         self.conditions = [dict(c) for c in conditions] or [{"context": (1, prompt(model, u))} for u in range(count)]
 
     def state_slot(self, stream: int, visit: Visit) -> int:
@@ -59,9 +59,10 @@ class StreamRows:
         slots = [streams.state_slot(m.stream, Visit(stage, m.step)) for m in members]
         self.host = [Row(m.stream, m.chunk, m.step, m.stream + 1, s) for m, s in zip(members, slots, strict=True)]
         pad = [0] * padding
-        self.slots_B = torch.tensor([row.slot for row in self.host] + pad)
-        self.steps_B = torch.tensor([row.step for row in self.host] + pad)
-        self.state_slots_B = torch.tensor(slots + pad)
+        device = streams.model.device
+        self.slots_B = torch.tensor([row.slot for row in self.host] + pad, device=device)
+        self.steps_B = torch.tensor([row.step for row in self.host] + pad, device=device)
+        self.state_slots_B = torch.tensor(slots + pad, device=device)
 
     @property
     def size(self) -> int:
@@ -83,8 +84,8 @@ class StreamRows:
         return self.streams.conditions[self.host[row].stream][name]
 
 
-def zeros(slots: int, spec: TensorSpec) -> Tensor:
-    return torch.zeros(slots, *spec.shape, dtype=getattr(torch, spec.dtype))
+def zeros(slots: int, spec: TensorSpec, device: torch.device) -> Tensor:
+    return torch.zeros(slots, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def prompt(model: WanModel, seed: int = 0, tokens: int = 5) -> Tensor:

@@ -142,8 +142,8 @@ class WanModel:
     def seed_route(self) -> Route:
         """The visits of a chunk whose latents are given: a clean pass for each ring, and no head.
 
-        Seed chunks count like others: a stream that begins with n of them generates from chunk n on. Run again with
-        the latents of chunks still in the window, it renews their keys and values under a new prompt.
+        Seed chunks count like others: a stream that begins with n of them generates from chunk n on. Seeding is for the
+        start of a stream; later, rings also hold frames that a seed chunk must not see.
         """
         policy = self.config.policy
         visits = [visit for ring in range(policy.states) for visit in self._pass(policy.seed_step + ring)]

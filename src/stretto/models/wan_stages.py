@@ -58,7 +58,9 @@ class Clocks:
 
     def of(self, rows: Rows) -> Clock:
         host = rows.host
-        key = (rows.size, *((row.chunk, row.step, row.state_slot) for row in host))
+        # What was made outside a capture must not be baked into it.
+        capturing = rows.steps_B.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = (capturing, rows.size, *((row.chunk, row.step, row.state_slot) for row in host))
         made = self._made.setdefault(rows, {})
         if key not in made:
             made[key] = self._make(rows, host)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -72,15 +73,29 @@ def build_vae(form: Mapping[str, Any], **changes: Any) -> nn.Module:
     Raises:
         ConfigError: if the extra `world` is not installed.
     """
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in {**form, **changes}.items()}
+    module: nn.Module = _vae_class()(**settings)
+    return module.eval().requires_grad_(False)
+
+
+def _vae_class() -> Any:
     try:
         from diffusers import AutoencoderKLWan
     except ImportError as e:
-        raise ConfigError(
-            "decoder", got="vae", expected="the extra `world` (diffusers)", hint="pip install stretto[world]"
-        ) from e
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in {**form, **changes}.items()}
-    module: nn.Module = AutoencoderKLWan(**settings)
-    return module.eval().requires_grad_(False)
+        raise ConfigError("decoder", got="vae", expected="diffusers", hint="pip install stretto[world]") from e
+    return AutoencoderKLWan
+
+
+def load_vae(path: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> nn.Module:
+    """Load a VAE from a folder in diffusers' layout: `vae` of a Wan pipeline. Nothing is downloaded.
+
+    Raises:
+        ConfigError: if the extra `world` is not installed or the folder holds no VAE.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError("vae", got=str(path), expected="a folder with config.json and weights of AutoencoderKLWan")
+    module: nn.Module = _vae_class().from_pretrained(path, torch_dtype=dtype, local_files_only=True)
+    return module.to(device).eval().requires_grad_(False)
 
 
 class Half:
@@ -110,7 +125,9 @@ class Half:
         return tuple(cache.shape[2] == 1 for cache in self._traced(32, 32) if cache is not None)
 
     def _traced(self, height: int, width: int, calls: int = 3) -> list[Any]:
-        half = copy.deepcopy(self.half).to("meta")
+        # Handing deepcopy the parameters without storage keeps it from copying the weights.
+        bare = {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in self.half.parameters()}
+        half = copy.deepcopy(self.half, cast(dict[int, Any], bare))
         caches: list[Any] = [None] * self._count
         for call in range(calls):
             frames = self._later if call else self._first
