@@ -13,7 +13,7 @@ $(MARK): pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$(TORCH)"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e ".[dev,openpi,sim,world,plot,exact]"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps openpi-client dm-tree
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps openpi-client dm-tree typing_extensions
 	scripts/ensure-egl
 	touch $(MARK)
 
