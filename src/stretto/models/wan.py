@@ -28,7 +28,7 @@ from stretto.models.wan_net import DTYPES, WanNet
 from stretto.models.wan_noise import chunk_key, noise
 from stretto.models.wan_stages import CONTEXT, PLACE, BlockStage, Clocks, EmbedStage, HeadStage
 from stretto.models.wan_vae import Decoder, DecodeStage
-from stretto.models.wan_weights import weight_map
+from stretto.models.wan_weights import BaseWeights, weight_map
 
 DECODE = "decode"
 
@@ -283,24 +283,7 @@ class WanModel:
 
     def base(self) -> BaseWeights:
         """Return the model as one whose checkpoints hold no action adapters."""
-        return BaseWeights(self)
-
-
-class BaseWeights:
-    """The weights of a model without its action adapters, which are set to do nothing."""
-
-    def __init__(self, model: WanModel) -> None:
-        self._model = model
-
-    def weight_map(self) -> WeightMap:
-        return weight_map(self._model.net, actions=False)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        for name, parameter in self._model.net.named_parameters():
-            if ".actions." in f".{name}":
-                parameter.zero_()
-        self._model.refresh()
+        return BaseWeights(self.net, self.refresh)
 
 
 def _keep_tables_in_fp32(module: nn.Module) -> None:

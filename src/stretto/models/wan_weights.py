@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -95,6 +95,23 @@ def weight_map(net: WanNet, *, actions: bool = True) -> WeightMap:
         unused=tuple(re.escape(n) for n in {*elsewhere, *(diffusers_name(n) for n in elsewhere)}),
         prefixes=PREFIXES,
     )
+
+
+class BaseWeights:
+    """The weights of a network without its action adapters, which are set to do nothing."""
+
+    def __init__(self, net: WanNet, refresh: Callable[[], None]) -> None:
+        self._net, self._refresh = net, refresh
+
+    def weight_map(self) -> WeightMap:
+        return weight_map(self._net, actions=False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for name, parameter in self._net.named_parameters():
+            if ".actions." in f".{name}" and not parameter.is_meta:
+                parameter.zero_()
+        self._refresh()
 
 
 def detect(names: Iterable[str]) -> Layout:
