@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,8 +24,8 @@ TASKS = ("drawer-open", "button-press-topdown", "window-open")
 @dataclass(frozen=True)
 class Args:
     checkpoint: Positional[str] = "pi05-metaworld"
-    task: tuple[str, ...] = TASKS
-    """One robot a task."""
+    task: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """One robot a task; say it again for more. By default drawer-open, button-press-topdown and window-open."""
     out: Path = Path("out")
     seed: int | None = None
     """Scene of all robots; the first held-out one by default."""
@@ -77,7 +77,7 @@ def run(args: Args) -> int:
 
     console = Console()
     adapter = find_environment("metaworld")
-    tasks = check_tasks(adapter, args.task)
+    tasks = check_tasks(adapter, args.task or TASKS)
     seed = held_out_seeds(1)[0] if args.seed is None else args.seed
     began = time.monotonic()
     policy = load_policy(args.checkpoint, PolicyOptions(max_batch=max(2, len(tasks))))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction
 
 from stretto.cli.options import PolicyFlags
 
@@ -22,8 +22,8 @@ class Args:
     policy: Positional[str]
     """A checkpoint folder, an embedded checkpoint, a server (`ws://host:port`), or a baseline: `expert` or `zero`."""
     env: str = "metaworld"
-    task: tuple[str, ...] = ()
-    """Tasks to run; all of the environment by default."""
+    task: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """A task to run; say it again for more. All of the environment by default."""
     episodes: int = 20
     """Episodes a task."""
     workers: int = 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import UseAppendAction
 
 if TYPE_CHECKING:
     from stretto.deploy.policy import PolicyOptions
@@ -29,8 +31,8 @@ class PolicyFlags:
     tokenizer: Path | None = None
     """A tokenizer.json or PaliGemma .model, where none lies beside the checkpoint."""
     default_prompt: str | None = None
-    optional_camera: tuple[str, ...] = ()
-    """A camera that requests may leave out."""
+    optional_camera: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """A camera that requests may leave out; say it again for more."""
     degenerate: Literal["refuse", "hold"] = "refuse"
     """What to do with statistics without spread."""
     denoise_steps: int | None = None
