@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from small_pi05 import ACTION_DIM, encode_prompts, normalizer
 from tokenizers import Tokenizer as Backend
-from train import half_precision, sample_actions
+from train import sample_actions
 
 from stretto.evals.metaworld import BASE_CAMERA, STATE, WRIST_CAMERA
 from stretto.models.pi0_config import Pi0Config
@@ -59,6 +59,5 @@ class Reference:
         shape = (len(images), config.action_horizon, config.action_dim)
         noise = torch.randn(shape, generator=self.generator, device=self.device)
         pixels = torch.from_numpy(images).to(self.device)
-        with half_precision(self.device):
-            chunk = sample_actions(self.net, pixels, tokens.to(self.device), counts.to(self.device), noise)
+        chunk = sample_actions(self.net, pixels, tokens.to(self.device), counts.to(self.device), noise)
         return [{"actions": self.actions.unnormalize(row)} for row in chunk.float().cpu().numpy()]

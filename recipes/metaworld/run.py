@@ -22,6 +22,9 @@ import collect
 from stretto.evals.evaluate import Settings, evaluate
 from stretto.evals.results import Evaluation
 
+RESERVE_MINUTES = 1.0
+"""Kept free at the end for loading, export and check."""
+
 
 def defaults(add: object, **changes: object) -> argparse.Namespace:
     """Return a script's own default options with some of them changed."""
@@ -80,9 +83,12 @@ def run(options: argparse.Namespace) -> None:
         stage("collect where the policy leads")
         driven = {"episodes": options.driven, "contrast": 0, "out": str(out / "driven"), "driver": str(trained)}
         collect.collect(defaults(collect.add_arguments, **gathering, **driven))
+        export.export(trained, folder)
         stage("train on both")
         both = [str(out / "demos"), str(out / "driven")]
-        second = {**learning, "demos": both, "minutes": options.minutes * (1 - share), "lr": options.second_lr}
+        left = options.total_minutes - RESERVE_MINUTES - (time.monotonic() - began) / 60
+        minutes = max(0.1, min(options.minutes * (1 - share), left))
+        second = {**learning, "demos": both, "minutes": minutes, "lr": options.second_lr}
         train.train(defaults(train.add_arguments, **second), state)
         shutil.copyfile(trained / "losses.json", out / "losses-2.json")
     stage("export")
@@ -98,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out/metaworld")
     parser.add_argument("--minutes", type=float, default=5.0, help="training time, both rounds together")
+    parser.add_argument("--total-minutes", type=float, default=9.0, help="shorten the second round to end before this")
     parser.add_argument("--first-share", type=float, default=0.4, help="share of the training time before the policy drives")
     parser.add_argument("--second-lr", type=float, default=7e-4)
     parser.add_argument("--episodes", type=int, default=120, help="demonstrations a task")
