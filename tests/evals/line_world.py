@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.core.errors import ConfigError
 from stretto.evals.env import Observation, Step
 
 CRASH_SEED, RAISE_SEED = 666, 667
@@ -38,6 +39,8 @@ class LineWorld:
         return self._observe()
 
     def step(self, action: NDArray[np.floating], *, observe: bool = True) -> Step:
+        if action.shape != (1,):
+            raise ConfigError("action", got=action.shape, expected=(1,))
         if self.steps == 3 and self.seed == CRASH_SEED:
             os._exit(3)
         if self.steps == 3 and self.seed == RAISE_SEED:

@@ -23,6 +23,7 @@ from stretto.evals.evaluate import Settings, evaluate
 from stretto.evals.policies import connect_to
 from stretto.evals.results import wilson
 from stretto_client.codec import pack, unpack
+from stretto_client.errors import ConnectionLostError
 
 LINE = "line_world:LineWorld"
 GONE_SEED = 3
@@ -145,6 +146,27 @@ def test_a_server_that_goes_away_fails_that_episode_and_the_others_go_on(server:
     broken = result.episodes[1]
     assert "ConnectionLostError" in broken.cause
     assert broken.steps > 0
+
+
+def test_a_server_that_was_never_there_is_an_error_at_once() -> None:
+    with pytest.raises(ConnectionLostError, match="cannot connect"):
+        evaluate(None, settings(), connect=connect_to("ws://127.0.0.1:9"))
+
+
+def test_a_policy_for_another_robot_is_refused_rather_than_failing_every_episode() -> None:
+    class Wide:
+        def infer(self, obs: Any) -> dict[str, Any]:
+            return {"actions": np.zeros((6, 7))}
+
+    with pytest.raises(ConfigError, match=r"action: got \(7,\), expected \(1,\)"):
+        evaluate(Wide(), settings())
+
+
+def test_without_a_working_gl_evaluation_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    monkeypatch.setenv("PYOPENGL_PLATFORM", "osmesa")
+    with pytest.raises(ConfigError, match=r"MUJOCO_GL.*libegl1"):
+        evaluate(Follower(), Settings(tasks=("reach",), episodes=1, workers=1))
 
 
 def test_episodes_are_written_as_they_finish_and_the_first_is_filmed(tmp_path: Path) -> None:

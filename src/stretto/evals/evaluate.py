@@ -79,7 +79,9 @@ def evaluate(
         console: where to show progress, such as `sys.stderr`; None shows nothing.
 
     Raises:
-        ConfigError: if the environment or a task is not known, or not exactly one of policy and connect is given.
+        ConfigError: if the environment or a task is not known, the simulator cannot run here, the actions are not the
+            robot's, or not exactly one of policy and connect is given.
+        Exception: whatever `connect` raises when there is no server to begin with.
     """
     settings = settings or Settings()
     adapter = find_environment(settings.env)
@@ -111,6 +113,8 @@ def _askers(policy: Policy | Baseline | None, connect: Connect | None, count: in
         connections = [Connected(connect) for _ in range(count)]
         for connection in connections:
             stack.callback(connection.close)
+        # A server that was never there is the caller's error, not that of each episode.
+        connections[0].open()
         return list(connections)
     if policy is None or isinstance(policy, str):
         return [None] * count

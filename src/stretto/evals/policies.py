@@ -102,10 +102,13 @@ class Connected:
         self._connect = connect
         self._policy: Policy | None = None
 
-    def actions(self, observation: Observation) -> NDArray[np.floating]:
+    def open(self) -> Policy:
         if self._policy is None:
             self._policy = self._connect()
-        return read_actions(self._policy.infer(observation))
+        return self._policy
+
+    def actions(self, observation: Observation) -> NDArray[np.floating]:
+        return read_actions(self.open().infer(observation))
 
     def new_episode(self) -> None:
         reset = getattr(self._policy, "reset", None)

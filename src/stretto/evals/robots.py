@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.core.errors import ConfigError
 from stretto.evals.ablations import Ablation
 from stretto.evals.env import Environment
 from stretto.evals.policies import Asker
@@ -59,12 +60,18 @@ class Robot:
         self._worker: Worker | None = None
 
     def run(self, job: Job) -> tuple[Episode, Frames]:
-        """Run one episode. Whatever goes wrong ends this episode only, and is named in it."""
+        """Run one episode. What goes wrong in it ends this episode only, and is named in it.
+
+        Raises:
+            ConfigError: if no episode could run: no GL, say, or actions that are not this robot's.
+        """
         log = _Log()
         cause = ""
         # The edge of one episode: simulator, policy and connection may all fail here.
         try:
             self._play(job, log)
+        except ConfigError:
+            raise
         except Exception as e:
             cause = f"{type(e).__name__}: {e}"
             if self._asker is not None:

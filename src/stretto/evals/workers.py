@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.core.errors import StrettoError
+from stretto.core.errors import ConfigError, StrettoError
 from stretto.evals.env import Environment, HasExpert, Observation, find_environment
 
 Baseline = Literal["expert", "zero"]
@@ -64,6 +64,8 @@ class Report:
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
     """Filmed since the last report."""
     error: str = ""
+    refused: tuple[str, str, str, str] | None = None
+    """Field, got, expected and hint of a ConfigError, which no other episode would escape."""
 
 
 class Worker:
@@ -89,12 +91,16 @@ class Worker:
 
         Raises:
             SimulatorError: if the simulator raised an error, or its process ended.
+            ConfigError: if the simulator cannot run here at all, or not with such actions.
         """
         try:
             self._pipe.send(command)
             report: Report = self._pipe.recv()
         except (EOFError, OSError) as e:
             raise SimulatorError(f"the simulator process ended (exit code {self._stop()})") from e
+        if report.refused is not None:
+            field, got, expected, hint = report.refused
+            raise ConfigError(field, got=got, expected=expected, hint=hint)
         if report.error:
             raise SimulatorError(report.error)
         return report
@@ -128,6 +134,8 @@ def serve(fd: int, env_name: str) -> None:
             # The edge of the process: whatever a simulator raises belongs to this episode alone.
             try:
                 report = host.start(command) if isinstance(command, Start) else host.act(command.actions)
+            except ConfigError as e:
+                report = Report({}, 0, 0.0, True, False, refused=(e.field, str(e.got), str(e.expected), e.hint))
             except StrettoError as e:
                 report = Report({}, 0, 0.0, True, False, error=str(e))
             except Exception:
