@@ -28,7 +28,7 @@ def wrong_instruction(observation: Observation, adapter: type[Environment], task
     return {**observation, "prompt": adapter.wrong_instruction(task)}
 
 
-ABLATIONS = MappingProxyType({"none": unchanged, "blank-cameras": blank_cameras, "wrong-instruction": wrong_instruction})
+ABLATIONS = MappingProxyType({"none": unchanged, "blank_cameras": blank_cameras, "wrong_instruction": wrong_instruction})
 
 
 def find_ablation(name: str) -> Ablation:
