@@ -39,9 +39,9 @@ def side_by_side(films: Sequence[Frames]) -> list[NDArray[np.uint8]]:
 
 
 def _write_gif(path: Path, frames: Frames, fps: float) -> None:
-    # One palette for the whole film, or still parts flicker. Frames from all of it, so that it knows every colour.
+    # One palette for the whole film, or still parts flicker. Of frames from all of it, and covering rare colours too.
     sample = np.concatenate(frames[:: max(1, len(frames) // 8)], axis=0)
-    palette = Image.fromarray(sample).quantize(255, method=Image.Quantize.MEDIANCUT)
+    palette = Image.fromarray(sample).quantize(255, method=Image.Quantize.MAXCOVERAGE)
     pictures = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     # GIF counts in hundredths of a second, and viewers slow down below two of them.
     duration_ms = max(20, round(100 / fps) * 10)
