@@ -44,6 +44,11 @@ class Plan:
     """Device -> most tasks in one batch; a device without an entry runs one task at a time."""
     in_flight: int = 1
     """Most chunks of one stream between admission and completion."""
+    credits: Mapping[str, int] = field(default_factory=dict)
+    """Stream class -> its own `in_flight`."""
+    admission: tuple[int, ...] = ()
+    """Cadence of admission, in slots of one visit: chunk c enters at slot `admission[c % n] + (c // n) * period`, where the
+    period is the last entry and n entries come before it. Empty: a chunk enters as soon as there is a credit."""
     dispatch: str = "earliest_deadline_first"
     mode: Mode = "eager"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -58,6 +63,10 @@ class Plan:
         if stream_class not in self.classes:
             raise PlanError("class", got=repr(stream_class), expected=f"one of {sorted(self.classes)}")
         return self.classes[stream_class]
+
+    def credit(self, stream_class: str) -> int:
+        """Return the most chunks of one stream of a class between admission and completion."""
+        return self.credits.get(stream_class, self.in_flight)
 
     def batch_cap(self, device: str) -> int:
         return self.batch_caps.get(device, 1)
@@ -81,6 +90,11 @@ class Plan:
             raise PlanError("devices", got=names, expected="distinct names")
         if self.in_flight < 1:
             raise PlanError("in_flight", got=self.in_flight, expected="1 or more")
+        for name, credit in self.credits.items():
+            if name not in self.classes or credit < 1:
+                raise PlanError(f"credits[{name}]", got=credit, expected=f"1 or more, for one of {sorted(self.classes)}")
+        if self.admission and (len(self.admission) < 2 or list(self.admission) != sorted(set(self.admission))):
+            raise PlanError("admission", got=self.admission, expected="rising slots, the last of them the period")
         for device, cap in self.batch_caps.items():
             if device not in names or cap < 1:
                 raise PlanError(f"batch_caps[{device}]", got=cap, expected=f"1 or more, on one of {names}")
@@ -124,6 +138,7 @@ class Plan:
                 for name, ps in raw.pop("classes").items()
             }
             shapes = {axis: tuple(sizes) for axis, sizes in raw.pop("shapes", {}).items()}
+            raw["admission"] = tuple(raw.get("admission", ()))
             return Plan(devices=devices, classes=classes, shapes=shapes, **raw)
         except (TypeError, KeyError, AttributeError) as e:
             raise PlanError(
