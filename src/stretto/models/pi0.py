@@ -8,7 +8,7 @@ Shape legend: as in pi0_net.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -22,7 +22,8 @@ from stretto.core.route import Route, StageSpec, TensorSpec, Visit
 from stretto.core.weights import WeightMap
 from stretto.models import pi0_weights
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
-from stretto.models.pi0_net import Pi0Net, PrefixKV, euler_schedule
+from stretto.models.pi0_denoise import chunking_inputs, denoise_stage, example_chunking
+from stretto.models.pi0_net import Pi0Net
 
 Pixels = Literal["uint8", "float32"]
 SPECS: Mapping[str, Pi0Config] = {
@@ -73,39 +74,15 @@ class PrefixStage:
         rows.put("suffix_start", start_B)
 
 
-class DenoiseStage:
-    """One Euler step of the action flow, for rows that may each be at another step."""
-
-    def __init__(self, net: Pi0Net) -> None:
-        self.net = net
-        self.dt = euler_schedule(net.config.denoise_steps)[0][1]
-        self.has_state = net.config.family == "pi0"
-        reads = ("x", "prefix_k", "prefix_v", "prefix_mask", "prefix_length", "suffix_start")
-        self.spec = StageSpec("denoise", reads=(*reads, "state") if self.has_state else reads, writes=("x",))
-
-    @torch.no_grad()
-    def run(self, rows: Rows) -> None:
-        prefix = PrefixKV(
-            rows.arena("prefix_k"),
-            rows.arena("prefix_v"),
-            rows.slots_B,
-            rows.get("prefix_mask"),
-            rows.get("prefix_length"),
-            rows.get("suffix_start"),
-        )
-        x_BHA = rows.get("x")
-        state = rows.get("state") if self.has_state else None
-        velocity_BHA = self.net.velocity(x_BHA, self.net.tabled(rows.steps_B), prefix, state)
-        rows.put("x", x_BHA + self.dt * velocity_BHA)
-
-
 class Pi0Model:
     """A policy bound to its route; see `core.model.Model` and `core.weights.Weighted`."""
 
-    def __init__(self, config: Pi0Config, net: Pi0Net, pixels: Pixels) -> None:
+    def __init__(self, config: Pi0Config, net: Pi0Net, pixels: Pixels, rtc: Sequence[str] = ()) -> None:
         self.config, self.module, self.pixels = config, net, pixels
         self.name: str = config.family
-        stages: list[Stage] = [VisionStage(net), PrefixStage(net), DenoiseStage(net)]
+        self.rtc_modes = tuple(rtc)
+        self._chunking = chunking_inputs(config, rtc)
+        stages: list[Stage] = [VisionStage(net), PrefixStage(net), denoise_stage(net, rtc)]
         self._stages = {s.spec.name: s for s in stages}
 
     @property
@@ -114,7 +91,7 @@ class Pi0Model:
 
     @cached_property
     def route(self) -> Route:
-        inputs = ("images", "image_mask", "tokens", "token_count", "x")
+        inputs = ("images", "image_mask", "tokens", "token_count", "x", *self._chunking)
         return Route(
             stages={name: s.spec for name, s in self._stages.items()},
             visits=(Visit("vision"), Visit("prefix"), *(Visit("denoise", i) for i in range(self.config.denoise_steps))),
@@ -139,6 +116,7 @@ class Pi0Model:
             "prefix_mask": TensorSpec((c.prefix_tokens,), "bool"),
             "prefix_length": TensorSpec((), "int32"),
             "suffix_start": TensorSpec((), "int32"),
+            **self._chunking,
         }
         if c.family == "pi0":
             values["state"] = TensorSpec((c.state_dim,), "float32")
@@ -188,7 +166,7 @@ class Pi0Model:
         }
         if c.family == "pi0":
             inputs["state"] = torch.rand(batch, c.state_dim, generator=g) * 2 - 1
-        return inputs
+        return inputs | example_chunking(self._chunking, batch, g)
 
 
 def build(
@@ -197,11 +175,14 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str = torch.bfloat16,
     pixels: Pixels = "uint8",
+    rtc: Sequence[str] = (),
 ) -> Pi0Model:
     """Make a policy on a device. Its weights are not set: load a checkpoint or call `randomize` next.
 
+    `rtc` lists the modes of real-time chunking that rows may ask for; see `pi0_denoise`.
+
     Raises:
-        ConfigError: if dtype or pixels is none of the known ones.
+        ConfigError: if dtype, pixels or a mode is none of the known ones.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
@@ -210,10 +191,10 @@ def build(
         raise ConfigError("pixels", got=repr(pixels), expected="uint8 or float32")
     with torch.device("meta"):
         net = Pi0Net(config, chosen)
-    return Pi0Model(config, net.to_empty(device=device).eval(), pixels)
+    return Pi0Model(config, net.to_empty(device=device).eval(), pixels, rtc)
 
 
-def tiny() -> tuple[Pi0Model, ...]:
+def tiny(rtc: Sequence[str] = ()) -> tuple[Pi0Model, ...]:
     """Return one small policy of each family, with random weights, on the CPU in fp32."""
     models = []
     for family in ("pi05", "pi0"):
@@ -231,7 +212,7 @@ def tiny() -> tuple[Pi0Model, ...]:
             language=GemmaDims(width=32, depth=3, mlp=48, heads=4, kv_heads=1, head_dim=8),
             expert=GemmaDims(width=16, depth=3, mlp=40, heads=4, kv_heads=1, head_dim=8),
         )
-        model = build(config, dtype=torch.float32)
+        model = build(config, dtype=torch.float32, rtc=rtc)
         model.randomize(seed=0)
         models.append(model)
     return tuple(models)
@@ -241,8 +222,8 @@ def presets() -> Mapping[str, Callable[..., Pi0Model]]:
     """Return the published shapes by name; each builds with seeded random weights."""
 
     def builder(config: Pi0Config) -> Callable[..., Pi0Model]:
-        def build_random(*, device: str, dtype: str, pixels: Pixels = "uint8") -> Pi0Model:
-            model = build(config, device=device, dtype=dtype, pixels=pixels)
+        def build_random(*, device: str, dtype: str, pixels: Pixels = "uint8", rtc: Sequence[str] = ()) -> Pi0Model:
+            model = build(config, device=device, dtype=dtype, pixels=pixels, rtc=rtc)
             model.randomize(seed=0)
             return model
 
