@@ -1,1 +1,1 @@
-
+"""Links between devices: within a process, between processes of a host, between hosts."""

@@ -1,0 +1,119 @@
+"""A link over torch.distributed: gloo on CPUs, NCCL on GPUs where memory cannot be shared, and between hosts.
+
+Every link is a process group of two, so a peer that dies breaks its own links and nothing else. A chunk is three
+messages: sizes, header and page. Headers are JSON over gloo, pages go as bytes. Both ends post in the same order, and
+the consumer always receives, so neither can block the other.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.parallel.link import LinkError, Lost, Receive, Values
+from stretto.parallel.order import Mark, hold_for_current_stream, side_stream
+from stretto.parallel.pages import PageLayout
+
+PRODUCER, CONSUMER = 0, 1
+FOR_EVER = timedelta(days=365)  # an idle link is not a broken one; a dead peer closes its socket
+
+
+class Pair:
+    """The process groups of one link: headers over gloo, pages over what the device needs.
+
+    Blocks until both ends are there. Where several links are set up, all processes take them in the same order.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: Literal[0, 1], device: torch.device) -> None:
+        self.rank, self.other = rank, 1 - rank
+        try:
+            self.headers = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/headers", store), rank, 2, FOR_EVER)
+            self.pages: Any = self.headers
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    self.pages = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/pages", store), rank, 2)
+        except RuntimeError as e:
+            raise LinkError(f"link {name} could not be set up: {e}") from e
+
+    def send(self, group: Any, tensor: Tensor) -> None:
+        group.send([tensor], self.other, 0).wait()
+
+    def receive(self, group: Any, tensor: Tensor) -> Tensor:
+        group.recv([tensor], self.other, 0).wait()
+        return tensor
+
+
+class DistInbox:
+    """The consumer's end, with a thread that always receives."""
+
+    def __init__(
+        self, peer: str, pair: Pair, layout: PageLayout, device: torch.device, *, receive: Receive, lost: Lost
+    ) -> None:
+        self.peer, self._pair, self._layout, self._device = peer, pair, layout, device
+        self._receive, self._lost = receive, lost
+        self._thread = threading.Thread(target=self._run, name=f"inbox from {peer}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), side_stream(self._device):
+                while size := int(self._pair.receive(self._pair.headers, torch.zeros(1, dtype=torch.int64))):
+                    text = self._pair.receive(self._pair.headers, torch.empty(size, dtype=torch.uint8))
+                    names, header = json.loads(text.numpy().tobytes())
+                    page = torch.empty(self._layout.page_bytes, dtype=torch.uint8, device=self._device)
+                    self._pair.receive(self._pair.pages, page)
+                    self._receive(header, self._layout.views(page, names), Mark.now(self._device))
+        except RuntimeError as e:
+            self._lost(self.peer, f"its link failed: {e}")
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the producer has said goodbye or is gone."""
+        self._thread.join(timeout_s)
+
+
+class DistOutbox:
+    """The producer's end: a queue, and a thread that sends. Headers must be JSON-able."""
+
+    def __init__(self, peer: str, pair: Pair, layout: PageLayout, device: torch.device, *, lost: Lost) -> None:
+        self.peer, self._pair, self._layout, self._device, self._lost = peer, pair, layout, device, lost
+        self._queue: queue.SimpleQueue[tuple[Any, Values, Mark] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"outbox to {peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, header: Any, values: Values) -> None:
+        self._queue.put((header, values, Mark.now(self._device)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), side_stream(self._device):
+                while (item := self._queue.get()) is not None:
+                    self._write(*item)
+                self._pair.send(self._pair.headers, torch.zeros(1, dtype=torch.int64))
+        except RuntimeError as e:
+            self._lost(self.peer, f"its link failed: {e}")
+            while not self._closed and self._queue.get() is not None:
+                pass
+
+    def _write(self, header: Any, values: Values, ready: Mark) -> None:
+        text = torch.frombuffer(bytearray(json.dumps([list(values), header]).encode()), dtype=torch.uint8)
+        page = torch.empty(self._layout.page_bytes, dtype=torch.uint8, device=self._device)
+        ready.wait()
+        self._layout.store(page, values)
+        hold_for_current_stream(values.values())
+        self._pair.send(self._pair.headers, torch.tensor([len(text)], dtype=torch.int64))
+        self._pair.send(self._pair.headers, text)
+        self._pair.send(self._pair.pages, page)

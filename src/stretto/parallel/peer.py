@@ -1,0 +1,150 @@
+"""A link between two processes of one host: the producer writes straight into the consumer's memory.
+
+The consumer allocates a ring of pages once, in shared memory or, on a CUDA device, in memory that the producer opens by
+handle. A page belongs to the producer until its message is sent, and again when its credit comes back. The consumer moves
+a page's values out as soon as they are there, so pages are never held by a chunk that waits for its turn, and the ring
+holds what one interval brings. Order on the device is kept by shared events; the host never waits for a device.
+
+Messages, over a pipe between processes that trust each other:
+    consumer -> producer   (pages, read events) once; then the number of a page, each time it is free again
+    producer -> consumer   (written events) once; then (page, names, header); None is goodbye
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing  # teaches pipes to carry tensors and events by handle
+from torch import Tensor
+
+from stretto.parallel.link import LinkError, Lost, Receive, Values
+from stretto.parallel.order import Mark, hold_for_current_stream, side_stream
+from stretto.parallel.pages import PageLayout
+
+GONE = (EOFError, ConnectionResetError, BrokenPipeError)
+
+
+class PeerInbox:
+    """The consumer's end. Allocates the pages, offers them, and receives on a thread of its own."""
+
+    def __init__(
+        self,
+        peer: str,
+        pipe: Connection,
+        layout: PageLayout,
+        device: torch.device,
+        *,
+        pages: int,
+        receive: Receive,
+        lost: Lost,
+    ) -> None:
+        self.peer, self._pipe, self._layout, self._device = peer, pipe, layout, device
+        self._receive, self._lost = receive, lost
+        self.pages = torch.zeros(pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        if device.type != "cuda":
+            self.pages.share_memory_()
+        self._read = [Mark.new(device, shared=True) for _ in range(pages)]
+        try:
+            pipe.send((self.pages, [mark.handle() for mark in self._read]))
+        except RuntimeError as e:
+            raise LinkError(f"memory of {device} cannot be shared with {peer}: {e}") from e
+        self._thread = threading.Thread(target=self._run, name=f"inbox from {peer}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), side_stream(self._device):
+                self._written = [Mark(event) for event in self._pipe.recv()]
+                while (message := self._pipe.recv()) is not None:
+                    page, names, header = message
+                    values, there = self._take(page, names)
+                    self._pipe.send(page)
+                    self._receive(header, values, there)
+        except GONE as e:
+            self._lost(self.peer, f"its end of the link closed ({type(e).__name__})")
+        finally:
+            self._pipe.close()
+
+    def _take(self, page: int, names: tuple[str, ...]) -> tuple[dict[str, Tensor], Mark]:
+        self._written[page].wait()
+        values = {name: view.clone() for name, view in self._layout.views(self.pages[page], names).items()}
+        self._read[page].record()
+        return values, Mark.now(self._device)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the producer has said goodbye or is gone."""
+        self._thread.join(timeout_s)
+
+
+class PeerOutbox:
+    """The producer's end: a queue, and a thread that writes pages as credits allow."""
+
+    def __init__(self, peer: str, pipe: Connection, layout: PageLayout, device: torch.device, *, lost: Lost) -> None:
+        """Open the consumer's pages. Blocks until it has offered them.
+
+        Raises:
+            LinkError: if they cannot be opened from here.
+        """
+        self.peer, self._pipe, self._layout, self._device, self._lost = peer, pipe, layout, device, lost
+        try:
+            self._pages, read = pipe.recv()
+            self._read = [Mark(event) for event in read]
+            # A page in CUDA memory is written by this device, one on the host when this device is done with it.
+            self._staged = device.type == "cuda" and not self._pages.is_cuda
+            self._written = [Mark.new(device, shared=self._pages.is_cuda) for _ in read]
+            pipe.send([mark.handle() if self._pages.is_cuda else None for mark in self._written])
+        except GONE as e:
+            raise LinkError(f"{peer} ended before its memory was offered") from e
+        except RuntimeError as e:
+            raise LinkError(f"memory of {peer} cannot be opened from {device}: {e}") from e
+        self._free = deque(range(len(self._pages)))
+        self._queue: queue.SimpleQueue[tuple[Any, Values, Mark] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"outbox to {peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, header: Any, values: Values) -> None:
+        self._queue.put((header, values, Mark.now(self._device)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(), side_stream(self._device):
+                while (item := self._queue.get()) is not None:
+                    self._write(*item)
+                self._pipe.send(None)
+        except GONE as e:
+            self._lost(self.peer, f"its end of the link closed ({type(e).__name__})")
+            self._discard()
+        finally:
+            self._pipe.close()
+
+    def _write(self, header: Any, values: Values, ready: Mark) -> None:
+        page = self._page()
+        ready.wait()
+        self._read[page].wait()
+        self._layout.store(self._pages[page], values)
+        hold_for_current_stream(values.values())
+        self._written[page].record()
+        if self._staged:
+            torch.cuda.current_stream().synchronize()  # type: ignore[no-untyped-call]
+        self._pipe.send((page, tuple(values), header))
+
+    def _page(self) -> int:
+        while not self._free or self._pipe.poll():
+            self._free.append(self._pipe.recv())
+        return self._free.popleft()
+
+    def _discard(self) -> None:
+        while not self._closed and self._queue.get() is not None:
+            pass
