@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class BatchCost:
         if not self.points:
             raise ConfigError("cost", got="no points", expected="seconds for one batch size or more")
         rows = [n for n, _ in self.points]
-        if rows[0] < 1 or any(b <= a for a, b in zip(rows, rows[1:], strict=False)):
+        if rows[0] < 1 or any(b <= a for a, b in itertools.pairwise(rows)):
             raise ConfigError("cost", got=f"batch sizes {rows}", expected="rising batch sizes of 1 or more")
         for n, seconds in self.points:
             if not math.isfinite(seconds) or seconds < 0:

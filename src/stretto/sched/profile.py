@@ -209,7 +209,11 @@ class Profile:
         except json.JSONDecodeError as e:
             raise ConfigError("profile", got=f"text that is not JSON ({e})", expected="a JSON object") from e
         known = set(Profile.__dataclass_fields__)
-        if not isinstance(raw, dict) or set(raw) - known or not {"model", "device", "passes", "stages", "provenance"} <= set(raw):
+        if (
+            not isinstance(raw, dict)
+            or set(raw) - known
+            or not {"model", "device", "passes", "stages", "provenance"} <= set(raw)
+        ):
             got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
             raise ConfigError("profile", got=got, expected=f"an object with keys among {sorted(known)}")
         try:

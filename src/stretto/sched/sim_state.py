@@ -1,0 +1,225 @@
+"""What a simulation is made of: loads, streams, and the simulated devices with everything looked up in advance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stretto.core.errors import ConfigError
+from stretto.core.plan import Device, Placement, Plan
+from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.outcome import StreamOutcome
+from stretto.sched.plans import waits
+from stretto.sched.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One model on the pool: its plan and what its stages cost."""
+
+    plan: Plan
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRun:
+    """One stream to simulate. Chunk c is due in at `start_s` + c `interval_s`."""
+
+    name: str
+    model: str
+    stream_class: str = "default"
+    interval_s: float = 0.0
+    """0: a chunk enters whenever there is a credit (or at the plan's admission slots)."""
+    response_s: float = math.inf
+    """Deadline of a chunk after it was due in."""
+    start_s: float = 0.0
+    stop_s: float = math.inf
+    chunks: int = 0
+    """Most chunks; 0: as many as fit into the time."""
+    in_flight: int = 0
+    """0: as the plan says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """What a real pool does to a plan."""
+
+    seed: int = 0
+    noise: float = 0.0
+    """Standard deviation of a batch's time, as a share of it."""
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Device -> factor on all its times."""
+    fails: Mapping[str, float] = field(default_factory=dict)
+    """Device -> when it dies, with every stream that has a placement there."""
+
+
+@dataclass(eq=False, slots=True)
+class SimDevice:
+    """One device: what waits there, and whether it is busy."""
+
+    name: str
+    free: int
+    """Chunk slots that nobody holds."""
+    slow: float = 1.0
+    busy: bool = False
+    dead: bool = False
+    busy_s: float = 0.0
+    arrived: int = 0
+    ready: list[Waiting] = field(default_factory=list)
+    flows: dict[int, Flow] = field(default_factory=dict)
+    kinds: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    costs: list[tuple[float, ...]] = field(default_factory=list)
+    """Kind -> seconds of a batch of 0, 1, 2, ..."""
+    limits: Limits = field(default_factory=Limits)
+    policy: DispatchPolicy = field(default_factory=lambda: policy("earliest_deadline_first"))
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """A stream with everything about its placements worked out."""
+
+    id: int
+    spec: StreamRun
+    outcome: StreamOutcome
+    device: list[SimDevice]
+    kind: list[int]
+    waits: list[int | None]
+    passed: list[int]
+    progress: list[float]
+    remaining: list[float]
+    """Placement -> least seconds of all that follow."""
+    delay: list[float]
+    """Placement -> seconds of the hand-over after it."""
+    credit: int
+    admission: tuple[int, ...]
+    slot_s: float
+    blocked: dict[tuple[int, int], list[Flow]] = field(default_factory=dict)
+    """(placement, chunk) that must pass first -> chunks that wait for it."""
+    chunk: int = 0
+    flying: int = 0
+    served: float = 0.0
+    gone: str = ""
+
+    @property
+    def last(self) -> int:
+        return len(self.device) - 1
+
+    def due_s(self, chunk: int, now: float) -> float:
+        """Return when a chunk may enter."""
+        if self.spec.interval_s:
+            return self.spec.start_s + chunk * self.spec.interval_s
+        if self.admission:
+            *entries, period = self.admission
+            turn, place = divmod(chunk, len(entries))
+            return self.spec.start_s + self.slot_s * (entries[place] + turn * period)
+        return now
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """A chunk on its way."""
+
+    run: Run
+    chunk: int
+    due: float
+    ready: float
+    at: int = 0
+    key: int = -1
+    held: bool = False
+    """Whether it holds a slot of the device it is on."""
+
+
+def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> dict[str, SimDevice]:
+    """Make the devices of all plans, and number the kinds of each along the routes as the executor does."""
+    devices: dict[str, SimDevice] = {}
+    for load in loads.values():
+        for d in load.plan.devices:
+            devices.setdefault(d.name, SimDevice(d.name, slots, weather.slow.get(d.name, 1.0)))
+    for model, load in loads.items():
+        for placements in load.plan.classes.values():
+            for p in placements:
+                device, signature = devices[p.device], signature_of(load.profile, p)
+                if (model, signature) not in device.kinds:
+                    device.kinds[model, signature] = len(device.kinds)
+                    device.costs.append(_costs(load, p.device, signature))
+    plans = [load.plan for load in loads.values()]
+    for device in devices.values():
+        caps = {k: loads[model].plan.batch_cap(device.name) for (model, _), k in device.kinds.items()}
+        costs = {k: device.costs[k][1:] for k in caps}
+        most = max(caps.values(), default=1)
+        device.limits = Limits(most, kind_caps={} if len(plans) == 1 else caps, costs=costs)
+        device.policy = policy(plans[0].dispatch)
+    return devices
+
+
+def signature_of(profile: Profile, placement: Placement) -> tuple[str, ...]:
+    return tuple(v.stage for v in profile.visits[placement.segment.start : placement.segment.stop])
+
+
+def _costs(load: Load, device: str, signature: tuple[str, ...]) -> tuple[float, ...]:
+    most = load.plan.batch_cap(device)
+    stages = [load.profile.stage(s).cost for s in signature]
+    sizes = [n if load.plan.mode == "eager" else _bucket(n, load.plan, most) for n in range(1, most + 1)]
+    return (0.0, *(load.profile.launch_s + sum(c(n) for c in stages) for n in sizes))
+
+
+def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Mapping[str, SimDevice]) -> Run:
+    """Look up everything that a stream's chunks will need.
+
+    Raises:
+        ConfigError: if the stream's model is unknown.
+        PlanError: if the plan has no such class, or splits state over devices.
+    """
+    if spec.model not in loads:
+        raise ConfigError("model", got=repr(spec.model), expected=f"one of {sorted(loads)}")
+    plan, profile = loads[spec.model].plan, loads[spec.model].profile
+    placements = plan.placements(spec.stream_class)
+    there = [devices[p.device] for p in placements]
+    kind = [d.kinds[spec.model, signature_of(profile, p)] for d, p in zip(there, placements, strict=True)]
+    least = [d.costs[k][1] for d, k in zip(there, kind, strict=True)]
+    node = {d.name: d for d in plan.devices}
+    delay = [
+        link_s(profile, node[a.device], node[b.device], profile.visits[a.segment.stop - 1].stage)
+        for a, b in itertools.pairwise(placements)
+    ]
+    return Run(
+        id_,
+        spec,
+        StreamOutcome(spec.name, spec.model, spec.interval_s, spec.response_s),
+        there,
+        kind,
+        list(waits(profile, placements)),
+        [-1] * len(placements),
+        [p.segment.stop / len(profile.visits) for p in placements],
+        [sum(least[i + 1 :]) for i in range(len(least))],
+        [*delay, 0.0],
+        spec.in_flight or plan.credit(spec.stream_class),
+        plan.admission,
+        slot_s(delay, least, [p.device for p in placements]) if plan.admission else 0.0,
+    )
+
+
+def slot_s(delays: Sequence[float], seconds: Sequence[float], devices: Sequence[str]) -> float:
+    """Return the longest stay of a chunk on a device between two hand-overs, with the hand-over."""
+    longest = here = 0.0
+    for i, s in enumerate(seconds):
+        here += s
+        if i + 1 == len(devices) or devices[i + 1] != devices[i]:
+            longest = max(longest, here + (delays[i] if i < len(delays) else 0.0))
+            here = 0.0
+    return longest
+
+
+def link_s(profile: Profile, a: Device, b: Device, stage: str) -> float:
+    if a.name == b.name:
+        return 0.0
+    link = profile.links["peer" if a.node == b.node else "node"]
+    return link.seconds(profile.stage(stage).crossing_bytes)
+
+
+def _bucket(n: int, plan: Plan, cap: int) -> int:
+    """Captured graphs exist for some batch sizes only; a batch is padded up to the next."""
+    sizes = plan.shapes.get("batch") or (*(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if s < cap), cap)
+    return next((s for s in sorted(sizes) if s >= n), n)

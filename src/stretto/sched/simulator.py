@@ -1,0 +1,260 @@
+"""A discrete-event simulator: plans, the dispatch functions of the executor, and a profile's costs in place of devices.
+
+It follows the executor step by step: a chunk may run at a placement once its predecessor has passed, holds a slot from
+its first launch on a device until it leaves, runs in batches of one kind that the dispatch policy chooses whenever the
+device is free, and arrives at the next device after the link's time. Two runs of the same input are equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+
+from stretto.sched.dispatch import Waiting
+from stretto.sched.outcome import Launch, Outcome
+from stretto.sched.sim_state import Flow, Load, Run, SimDevice, StreamRun, Weather, build_devices, build_run
+
+_DONE, _ARRIVE, _SUBMIT, _STOP, _FAIL = range(5)
+
+
+class Simulation:
+    """Runs streams under plans.
+
+    Raises:
+        ConfigError: on construction, if a stream names an unknown model.
+        PlanError: if a plan has no such class, or splits state over devices.
+    """
+
+    def __init__(
+        self,
+        loads: Mapping[str, Load],
+        streams: Sequence[StreamRun],
+        *,
+        weather: Weather | None = None,
+        slots: int = 0,
+        trace: bool = False,
+    ) -> None:
+        """Prepare a run. `slots` is the executor's chunk slots a device; 0 means enough."""
+        self._weather = weather or Weather()
+        self._random = random.Random(self._weather.seed)
+        self._limited = slots > 0
+        self._heap: list[tuple[float, int, int, object, object]] = []
+        self._count = 0
+        self._trace: list[Launch] | None = [] if trace else None
+        self.tasks = 0
+        self._devices = build_devices(loads, self._weather, slots)
+        self._runs = [build_run(i, spec, loads, self._devices) for i, spec in enumerate(streams)]
+
+    def run(self, until_s: float) -> Outcome:
+        """Simulate up to this time; call once."""
+        for run in self._runs:
+            self._push(run.spec.start_s, _SUBMIT, run, None)
+            if run.spec.stop_s < until_s:
+                self._push(run.spec.stop_s, _STOP, run, None)
+        for name, at in self._weather.fails.items():
+            self._push(at, _FAIL, self._devices[name], None)
+        heap, pop = self._heap, heapq.heappop
+        now = 0.0
+        while heap:
+            at, _, code, a, b = pop(heap)
+            if at > until_s:
+                break
+            now = at
+            if code == _DONE:
+                self._done(now, a, b)  # type: ignore[arg-type]
+            elif code == _ARRIVE:
+                self._arrive(now, a, b)  # type: ignore[arg-type]
+            elif code == _SUBMIT:
+                self._submit(now, a)  # type: ignore[arg-type]
+            elif code == _STOP:
+                self._stop(a, "closed")  # type: ignore[arg-type]
+            else:
+                self._fail(a)  # type: ignore[arg-type]
+        busy = {d.name: d.busy_s for d in self._devices.values()}
+        return Outcome(
+            [r.outcome for r in self._runs], busy, min(until_s, now) if not heap else until_s, self.tasks, self._trace
+        )
+
+    def _push(self, at: float, code: int, a: object, b: object) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (at, self._count, code, a, b))
+
+    def _submit(self, now: float, run: Run) -> None:
+        """Admit the chunks whose time has come, as far as there are credits."""
+        spec = run.spec
+        while not run.gone and run.flying < run.credit and (not spec.chunks or run.chunk < spec.chunks):
+            due = run.due_s(run.chunk, now)
+            if due > now + 1e-12:
+                self._push(due, _SUBMIT, run, None)
+                return
+            flow = Flow(run, run.chunk, due, now)
+            run.chunk += 1
+            run.flying += 1
+            run.outcome.submitted.append(due)
+            self._arrive(now, run.device[0], (flow,))
+
+    def _arrive(self, now: float, device: SimDevice, flows: Sequence[Flow]) -> None:
+        for flow in flows:
+            if flow.run.gone:
+                continue
+            flow.key = device.arrived
+            device.arrived += 1
+            self._enqueue(now, device, flow)
+        if not device.busy:
+            self._dispatch(now, device)
+
+    def _enqueue(self, now: float, device: SimDevice, flow: Flow) -> None:
+        run, at = flow.run, flow.at
+        flow.ready = now
+        before = run.waits[at]
+        if before is None or run.passed[before] >= flow.chunk - 1:
+            self._make_ready(device, flow)
+        else:
+            run.blocked.setdefault((before, flow.chunk - 1), []).append(flow)
+
+    def _make_ready(self, device: SimDevice, flow: Flow) -> None:
+        run, at = flow.run, flow.at
+        device.flows[flow.key] = flow
+        deadline = flow.due + run.spec.response_s
+        device.ready.append(
+            Waiting(
+                flow.key,
+                run.kind[at],
+                flow.ready,
+                flow.due,
+                deadline,
+                run.id,
+                flow.chunk,
+                run.progress[at],
+                run.remaining[at],
+                at > 0,
+                run.served,
+            )
+        )
+
+    def _choice(self, device: SimDevice) -> list[Waiting]:
+        """Chunks that hold a slot, and as many others as slots are free, in order of arrival."""
+        ready, flows = device.ready, device.flows
+        new = [w.key for w in ready if not flows[w.key].held]
+        if len(new) <= device.free:
+            return ready
+        late = set(sorted(new)[device.free :])
+        return [w for w in ready if w.key not in late]
+
+    def _dispatch(self, now: float, device: SimDevice) -> None:
+        while device.ready and not device.dead:
+            ready = self._choice(device) if self._limited else device.ready
+            if not ready:
+                return
+            decision = device.policy(now, ready, device.limits)
+            for refusal in decision.refuse:
+                self._refuse(now, device, refusal.key, refusal.reason)
+            if decision.run:
+                self._launch(now, device, decision.run)
+                return
+            if not decision.refuse:
+                return
+
+    def _launch(self, now: float, device: SimDevice, keys: tuple[int, ...]) -> None:
+        n = len(keys)
+        batch = [device.flows.pop(k) for k in keys]
+        ready = device.ready
+        if n == len(ready):
+            ready.clear()
+        elif n == 1:
+            key = keys[0]
+            for i, w in enumerate(ready):
+                if w.key == key:
+                    del ready[i]
+                    break
+        else:
+            chosen = set(keys)
+            device.ready = [w for w in ready if w.key not in chosen]
+        first = batch[0]
+        kind = first.run.kind[first.at]
+        seconds = device.costs[kind][n] * device.slow
+        if self._weather.noise:
+            seconds *= max(0.2, 1.0 + self._random.gauss(0.0, self._weather.noise))
+        if self._limited:
+            for flow in batch:
+                if not flow.held:
+                    flow.held = True
+                    device.free -= 1
+        device.busy = True
+        device.busy_s += seconds
+        self.tasks += n
+        for flow in batch:
+            flow.run.served += seconds / n
+        if self._trace is not None:
+            streams = tuple((f.run.spec.name, f.chunk) for f in batch)
+            self._trace.append(Launch(device.name, now, now + seconds, kind, first.at, streams))
+        self._count += 1
+        heapq.heappush(self._heap, (now + seconds, self._count, _DONE, device, batch))
+
+    def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
+        device.busy = False
+        if device.dead:
+            return
+        leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
+        for flow in batch:
+            run, at = flow.run, flow.at
+            run.passed[at] = flow.chunk
+            if run.blocked:
+                for other in run.blocked.pop((at, flow.chunk), ()):
+                    self._make_ready(device, other)
+            if run.gone:
+                self._release(device, flow)
+                continue
+            flow.at = at + 1
+            if at == run.last:
+                self._release(device, flow)
+                self._finish(now, flow)
+            elif run.device[at + 1] is device:
+                self._enqueue(now, device, flow)
+            else:
+                self._release(device, flow)
+                there, delay = run.device[at + 1], run.delay[at]
+                leaving.setdefault((there.name, delay), (there, []))[1].append(flow)
+        for (_, delay), (there, flows) in leaving.items():
+            if delay:
+                self._push(now + delay, _ARRIVE, there, flows)
+            else:
+                self._arrive(now, there, flows)
+        if not device.busy:
+            self._dispatch(now, device)
+
+    def _finish(self, now: float, flow: Flow) -> None:
+        run = flow.run
+        run.outcome.done.append((flow.chunk, flow.due, now))
+        run.flying -= 1
+        self._submit(now, run)
+
+    def _release(self, device: SimDevice, flow: Flow) -> None:
+        if flow.held:
+            flow.held = False
+            device.free += 1
+
+    def _refuse(self, now: float, device: SimDevice, key: int, reason: str) -> None:
+        flow = device.flows.pop(key)
+        device.ready = [w for w in device.ready if w.key != key]
+        self._release(device, flow)
+        flow.run.outcome.refused.append((flow.chunk, now, reason))
+        flow.run.flying -= 1
+        if flow.run.credit == flow.run.flying + 1:  # it had waited for this credit
+            self._push(now, _SUBMIT, flow.run, None)
+
+    def _stop(self, run: Run, why: str) -> None:
+        run.gone = run.outcome.ended = why
+        run.blocked.clear()
+        for device in dict.fromkeys(run.device):
+            mine = [k for k, f in device.flows.items() if f.run is run]
+            for key in mine:
+                self._release(device, device.flows.pop(key))
+            device.ready = [w for w in device.ready if w.stream != run.id]
+
+    def _fail(self, device: SimDevice) -> None:
+        device.dead = True
+        for run in self._runs:
+            if device in run.device and not run.gone:
+                self._stop(run, "worker_died")
