@@ -1,4 +1,4 @@
-"""On a GPU: a captured step stays right as the stream goes on, and bf16 stays near fp32."""
+"""On a GPU: graphs stay right as a stream goes on, chunks say how they ran, and bf16 stays near fp32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from wan_world import Member, StreamRows, Streams
+from wan_world import Member, StreamRows, Streams, prompt
 
+from stretto.core.chunk import Chunk
+from stretto.core.plan import Device, Placement, Plan
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import WanConfig, tiny_config
+from stretto.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +83,42 @@ def test_bf16_stays_near_fp32_on_the_same_weights() -> None:
             streams = Streams(model)
             outputs.append(torch.cat([streams.chunk(0, c, model.inputs(9, 0, c)) for c in range(4)]).flatten())
     assert torch.nn.functional.cosine_similarity(*outputs, dim=0) > 0.995
+
+
+def streamed(model: WanModel, plan: Plan, chunks: int, streams: int) -> tuple[list[list[Chunk]], list[int]]:
+    """Run streams to their end; returns their chunks, and the count of captures after every round of chunks."""
+    engine = Engine(model, plan, slots=8, streams=streams)
+    engine.warm()
+    try:
+        opened = [engine.open(seed=5) for _ in range(streams)]
+        made: list[list[Chunk]] = [[] for _ in opened]
+        captures = []
+        for stream in opened:
+            stream.set_condition("context", prompt(model, stream.id))
+        for c in range(chunks):
+            futures = []
+            for stream in opened:
+                inputs = model.inputs(5, stream.id, c)
+                futures.append(stream.submit({name: value.cpu().numpy() for name, value in inputs.items()}))
+            for row, future in zip(made, futures, strict=True):
+                row.append(future.result(60))
+            captures.append(engine.captures)
+        return made, captures
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("cuts", [(), (4, 8, 12), (1, 2, 3)])
+def test_a_stream_under_graphs_equals_the_eager_one_and_says_how_each_chunk_ran(cuts: tuple[int, ...]) -> None:
+    model = model_of("bfloat16")
+    device = "cuda:0"
+    placements = tuple(Placement(segment, device) for segment in model.route.cut(cuts))
+    eager = Plan("test", (Device(device),), {"default": placements}, {device: 1})
+    want, _ = streamed(model, eager, 12, streams=2)
+    got, captures = streamed(model, replace(eager, mode="graph"), 12, streams=2)
+    for graph_row, eager_row in zip(got, want, strict=True):
+        assert all((a.outputs["x"] == b.outputs["x"]).all() for a, b in zip(graph_row, eager_row, strict=True))
+    full = -(-model.config.window_frames // model.config.frames_per_chunk) - 1
+    assert [chunk.mode for chunk in got[0]] == ["eager"] * (full + 1) + ["graph"] * (11 - full)
+    assert captures[full] > captures[full - 1]
+    assert len(set(captures[full:])) == 1

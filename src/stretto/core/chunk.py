@@ -20,6 +20,7 @@ class Chunk:
     index: int
     outputs: Mapping[str, np.ndarray]
     mode: Mode
+    """How it really ran: `graph` only if all of its segments were replayed."""
     queue_ms: float
     """From submission to the first launch."""
     run_ms: float

@@ -5,7 +5,7 @@ Shape legend: B rows of a batch, one row a task.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -77,6 +77,19 @@ class Stage(Protocol):
     spec: StageSpec
 
     def run(self, rows: Rows) -> None: ...
+
+
+@runtime_checkable
+class CapturesByRows(Protocol):
+    """What a stage offers when its captured work depends on which rows it runs, not on their number alone."""
+
+    def capture_key(self, host: Sequence[Row]) -> Hashable:
+        """Return what a capture of these rows bakes in: it serves every batch of equal key. None: run them eagerly."""
+        ...
+
+    def prepare(self, rows: Rows) -> None:
+        """Do what must happen before these rows are replayed. Called outside any capture; an eager run does it itself."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,6 @@ class Clocks:
         return made[key]
 
     def _make(self, rows: Rows, host: Sequence[Row]) -> Clock:
-        if not host and rows.size:
-            expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
-            raise ConfigError("mode", got="graph, captured without rows", expected=expected)
         config, place_B3 = self.config, rows.get(PLACE)
         frames = torch.arange(config.frames_per_chunk, device=place_B3.device)
         given_BF = frames < place_B3[:, 2:]
@@ -103,8 +100,8 @@ class EmbedStage:
 class BlockStage:
     """One transformer block over the rows of any streams and steps; keeps their rings and prompt keys and values.
 
-    What depends on a row's place in time is read from the device, so a capture stays right as chunks go on. What does
-    not, the state slots and how full the rings are, is in `capture_key`: one graph serves all batches of equal key.
+    What depends on a row's place in time is read from the device, so a capture stays right as chunks go on. Which slices
+    of the rings are read is fixed in a capture: rings that are still filling run eagerly, full ones by `capture_key`.
     """
 
     def __init__(self, net: WanNet, index: int, clocks: Clocks) -> None:
@@ -125,9 +122,11 @@ class BlockStage:
         self._prompts = WeakTensorKeyDictionary()
 
     def capture_key(self, host: Sequence[Row]) -> Hashable:
-        """Return what a captured graph of this stage bakes in."""
+        """Return the state slots, which a capture bakes in with full rings; None while a ring is filling."""
         ring = self.clocks.ring
-        return tuple((row.state_slot, ring.valid(row.chunk)) for row in host)
+        if any(ring.valid(row.chunk) < ring.window_frames for row in host):
+            return None
+        return tuple(row.state_slot for row in host)
 
     def forget_prompts(self) -> None:
         """Make every prompt's keys and values anew: the weights have changed."""
@@ -151,6 +150,9 @@ class BlockStage:
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.prepare(rows)
         clock = self.clocks.of(rows)
+        if not clock.slots:
+            expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
+            raise ConfigError("mode", got="graph, captured without rows", expected=expected)
         shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[clock.levels_BF].unbind(dim=2)
         y = self._self_attention(rows, clock, modulated_layer_norm(h, scale1, shift1, block.eps))
         if self.tracks:

@@ -12,7 +12,7 @@ Source: Wan2.1 and Wan2.2 VAE as diffusers 0.42 `AutoencoderKLWan` has them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import ConfigError, ObservationError
-from stretto.core.model import Rows
+from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec, TensorSpec
 from stretto.models.wan_config import WanConfig
 
@@ -271,6 +271,13 @@ class DecodeStage:
         specs = decoder.caches(*config.latent_shape[2:])
         self.state = {f"decode.{i}": spec for i, spec in enumerate(specs)}
         self.spec = StageSpec("decode", reads=("x",), writes=("frames",), state=tuple(self.state))
+
+    def capture_key(self, host: Sequence[Row]) -> Hashable:
+        """Return whose caches a capture bakes in; None for a stream's first chunk, which decodes in another way."""
+        return None if any(row.chunk == 0 for row in host) else tuple(row.state_slot for row in host)
+
+    def prepare(self, rows: Rows) -> None:
+        """Nothing is needed before a replay."""
 
     def run(self, rows: Rows) -> None:
         """Decode each row; frames that the first chunk does not have are zeros at the end."""

@@ -83,7 +83,7 @@ class Bench:
             self.arenas,
             mode=self.mode,
             batch_buckets=(self.batch,),
-            graphs=Graphs() if self.mode == "graph" else None,
+            graphs=Graphs(self.device) if self.mode == "graph" else None,
             shapes={axis: (n,) for axis, n in lengths.items()},
         )
         start = segment.start if at is None else at

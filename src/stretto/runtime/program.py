@@ -1,28 +1,37 @@
-"""A segment made runnable: eager, or captured once per batch bucket and replayed.
+"""A segment made runnable: eager, or captured and replayed.
 
 All inputs of a captured graph are the arenas and one small control tensor that names slots and steps, so a graph serves
-any robots, at any denoise step, with any prompt length of its bucket.
+any robots, at any denoise step, with any prompt length of its bucket. These graphs are all captured before the start.
+
+Where a stage's work depends on the rows (`core.model.CapturesByRows`: the rings of a world model), there is one graph
+for each key that the stages give. Which keys come is not known before the start, so the first batch of a key runs
+eagerly and is captured right after. Batches without a key, such as those whose rings are still filling, run eagerly.
 
 Control rows: [0] slot of each batch row; then for every visit of the segment its step; then its state slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.core.errors import ConfigError
-from stretto.core.model import Buckets, Model, Row
+from stretto.core.model import Buckets, CapturesByRows, Model, Row
 from stretto.core.plan import Mode
 from stretto.core.route import Segment
 from stretto.runtime.arena import Arenas
+from stretto.runtime.graphs import Captured, Recent
+from stretto.runtime.graphs import Graphs as Graphs
 from stretto.runtime.rows import BatchRows
 
 _RING = 8  # control copies in flight before a pinned buffer is reused
+_KEYED_GRAPHS = 32  # graphs of one segment kept by what their rows are
+_IDLE = 8 * _KEYED_GRAPHS  # launches without use after which one makes room for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +44,11 @@ class Member:
     conditions: Mapping[str, tuple[int, Tensor]] = field(default_factory=dict)
 
 
-class Graphs:
-    """What every captured graph of one device shares: the memory pool, and the count of captures."""
+class Ran(NamedTuple):
+    """How a launch ran: the rows in its batch, padded ones included, and its mode."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.captures = 0
-
-
-class _Captured:
-    """One graph with its static control tensor."""
-
-    def __init__(self, control: Tensor, graph: torch.cuda.CUDAGraph) -> None:
-        self.control = control
-        self.graph = graph
+    batch: int
+    mode: Mode
 
 
 class Program:
@@ -70,11 +70,14 @@ class Program:
         self._keeps = model.route.crossing(segment.stop)
         self._arenas = arenas
         signature = set(model.route.signature(segment))
-        self._buckets = tuple(_narrowed(b, shapes or {}) for b in model.buckets if set(b.stages) & signature)
+        self.buckets = tuple(_narrowed(b, shapes or {}) for b in model.buckets if set(b.stages) & signature)
         self.batch_buckets = tuple(sorted(set(batch_buckets)))
         self.mode = mode
         self._graphs = graphs
-        self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
+        self._captured: dict[tuple[int, tuple[int, ...]], Captured] = {}
+        self._by_rows = [(i, s) for i, s in enumerate(self._stages) if isinstance(s, CapturesByRows)]
+        self._no_control = torch.zeros(1 + 2 * self.visits, 0, dtype=torch.int64)
+        self._by_key: Recent[Captured] = Recent(_KEYED_GRAPHS, _IDLE)
         self._turn = 0
         self._pinned: dict[int, list[Tensor]] = {}
         if mode == "graph" and (arenas.device.type != "cuda" or graphs is None):
@@ -88,33 +91,25 @@ class Program:
 
     def shapes(self) -> list[tuple[int, tuple[int, ...]]]:
         """List every (batch bucket, lengths of the bucketed axes) that a launch can need."""
-        return list(product(self.batch_buckets, product(*(b.lengths for b in self._buckets))))
+        return list(product(self.batch_buckets, product(*(b.lengths for b in self.buckets))))
 
     def capture(self) -> None:
-        """Capture a graph for every shape, largest first so that the pool is laid out once. Synchronises the device."""
-        if self.mode == "eager" or self._graphs is None:
+        """Capture a graph for every shape, largest first so that the pool is laid out once. Synchronises the device.
+
+        Does nothing where captures depend on the rows.
+        """
+        if self.mode == "eager" or self._graphs is None or self._by_rows:
             return
         for batch, lengths in sorted(self.shapes(), reverse=True):
             if (batch, lengths) not in self._captured:
                 self._captured[batch, lengths] = self._capture(self._graphs, batch, lengths)
 
-    def _capture(self, graphs: Graphs, batch: int, lengths: tuple[int, ...]) -> _Captured:
+    def _capture(self, graphs: Graphs, batch: int, lengths: tuple[int, ...]) -> Captured:
         control = torch.zeros(1 + 2 * self.visits, batch, dtype=torch.int64, device=self._arenas.device)
-        side = torch.cuda.Stream(self._arenas.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._arenas.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._run(self._rows(control, self._named(lengths)))
-        torch.cuda.current_stream(self._arenas.device).wait_stream(side)
-        torch.cuda.synchronize(self._arenas.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=graphs.pool):
-            self._run(self._rows(control, self._named(lengths)))
-        graphs.captures += 1
-        return _Captured(control, graph)
+        return Captured(control, graphs.capture_at_rest(lambda: self._run(self._rows(control, self._named(lengths)))))
 
     def _named(self, lengths: tuple[int, ...]) -> dict[str, int]:
-        return {b.axis: n for b, n in zip(self._buckets, lengths, strict=True)}
+        return {b.axis: n for b, n in zip(self.buckets, lengths, strict=True)}
 
     def _rows(self, control: Tensor, lengths: Mapping[str, int], members: Sequence[Member] = ()) -> BatchRows:
         v = self.visits
@@ -127,7 +122,7 @@ class Program:
             steps=[[self._route.visits[m.start + i].step for m in members] for i in range(v)] if members else (),
             state_slots=[[m.state_slots[i] if m.state_slots else 0 for m in members] for i in range(v)] if members else (),
             conditions=[m.conditions for m in members],
-            buckets=self._buckets,
+            buckets=self.buckets,
             lengths=lengths,
         )
 
@@ -159,22 +154,58 @@ class Program:
         self._turn = (self._turn + 1) % _RING
         return ring[self._turn]
 
-    def launch(self, members: Sequence[Member], lengths: Mapping[str, int]) -> int:
+    def launch(self, members: Sequence[Member], lengths: Mapping[str, int]) -> Ran:
         """Run the segment for these members on the current stream; `lengths` are their longest real lengths.
 
-        Does not synchronise. Returns the batch size that ran: a bucket in graph mode, exact in eager mode.
+        Does not synchronise, except to capture a key that is new. Returns how it really ran.
         """
-        batch = len(members) if self.mode == "eager" else self._bucket(len(members))
-        fitted = tuple(b.fit(lengths.get(b.axis, b.lengths[0])) for b in self._buckets)
-        control = self._control(members, batch)
+        fitted = tuple(b.fit(lengths.get(b.axis, b.lengths[0])) for b in self.buckets)
+        if self._by_rows:
+            # One order for one set of rows: fewer keys, and neighbouring state slots side by side.
+            return self._launch_by_rows(sorted(members, key=lambda m: m.state_slots), fitted)
         if self.mode == "eager":
-            device_control = control.to(self._arenas.device, non_blocking=True, copy=True)
-            self._run(self._rows(device_control, self._named(fitted), members))
-            return batch
-        captured = self._captured[batch, fitted]
-        captured.control.copy_(control, non_blocking=True)
-        captured.graph.replay()
-        return batch
+            self._run_eagerly(members, fitted)
+            return Ran(len(members), "eager")
+        batch = self._bucket(len(members))
+        self._captured[batch, fitted].replay(self._control(members, batch))
+        return Ran(batch, "graph")
+
+    def _run_eagerly(self, members: Sequence[Member], lengths: tuple[int, ...]) -> None:
+        control = self._control(members, len(members)).to(self._arenas.device, non_blocking=True, copy=True)
+        self._run(self._rows(control, self._named(lengths), members))
+
+    def _launch_by_rows(self, members: Sequence[Member], lengths: tuple[int, ...]) -> Ran:
+        batch, graphs = len(members), self._graphs
+        control = self._control(members, batch)
+        key = self.capture_key(members) if graphs else None
+        captured = None if key is None else self._by_key.get((lengths, key))
+        if captured is not None:
+            rows = self._rows(captured.control, self._named(lengths), members)
+            for visit, stage in self._by_rows:
+                rows.enter(visit)
+                stage.prepare(rows)
+            captured.replay(control)
+            return Ran(batch, "graph")
+        self._run_eagerly(members, lengths)
+        if graphs and key is not None and self._by_key.has_room():
+            self._by_key.put((lengths, key), self._capture_rows(graphs, members, lengths))
+        return Ran(batch, "eager")
+
+    def _capture_rows(self, graphs: Graphs, members: Sequence[Member], lengths: tuple[int, ...]) -> Captured:
+        control = torch.zeros(1 + 2 * self.visits, len(members), dtype=torch.int64, device=self._arenas.device)
+        rows = self._rows(control, self._named(lengths), members)  # fresh: what an eager run made must not be baked in
+        return Captured(control, graphs.capture_live(lambda: self._run(rows)))
+
+    def capture_key(self, members: Sequence[Member]) -> Hashable:
+        """Return the key of the graph that serves these members; None if one of their stages gives none."""
+        keys, rows = [], self._rows(self._no_control, {}, members)
+        for visit, stage in self._by_rows:
+            rows.enter(visit)
+            key = stage.capture_key(rows.host)
+            if key is None:
+                return None
+            keys.append(key)
+        return tuple(keys)
 
     def _bucket(self, n: int) -> int:
         for bucket in self.batch_buckets:

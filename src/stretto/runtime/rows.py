@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -44,6 +43,7 @@ class BatchRows:
         self._lengths = dict(lengths or {})
         self._local: dict[str, Tensor] = {}
         self._visit = 0
+        self._host: dict[int, Sequence[Row]] = {}
 
     def enter(self, visit: int) -> None:
         """Move on to the visit with this index in the segment."""
@@ -63,11 +63,14 @@ class BatchRows:
 
     @property
     def host(self) -> Sequence[Row]:
-        v = self._visit
-        return [
-            replace(row, step=self._host_steps[v][i], state_slot=self._host_state_slots[v][i])
-            for i, row in enumerate(self._rows)
-        ]
+        visit = self._visit
+        if visit not in self._host:
+            steps, slots = self._host_steps, self._host_state_slots
+            self._host[visit] = [
+                Row(row.stream, row.chunk, steps[visit][i], row.slot, slots[visit][i], row.seed)
+                for i, row in enumerate(self._rows)
+            ]
+        return self._host[visit]
 
     def length(self, axis: str) -> int:
         return self._lengths[axis]

@@ -1,0 +1,105 @@
+"""Capturing work into CUDA graphs, before a device starts and while it runs, and keeping the graphs that are in use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+V = TypeVar("V")
+
+_CAPTURING = threading.Lock()  # torch takes one capture at a time in a process, whatever the device
+
+
+class Graphs:
+    """What every captured graph of one device shares: the memory pool, the capture stream, and the count of captures."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.captures = 0
+
+    def capture_at_rest(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Warm up and capture while nothing else runs in this process. Synchronises the device."""
+        device = self.stream.device
+        with _CAPTURING:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream(device).wait_stream(self.stream)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                run()
+        self.captures += 1
+        return graph
+
+    def capture_live(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what has just run eagerly at the same shapes, while other devices and threads go on.
+
+        Nothing is executed. Synchronises this device, so that no graph that is dropped for it is still running.
+        """
+        device = self.stream.device
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with _CAPTURING, torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self.captures += 1
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph with its static control tensor."""
+
+    control: Tensor
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self, control_cpu: Tensor) -> None:
+        self.control.copy_(control_cpu, non_blocking=True)
+        self.graph.replay()
+
+
+class Recent(Generic[V]):
+    """A bounded store that drops what was used longest ago, and only once that has been idle for `idle` turns.
+
+    So more keys in turn than it holds do not push each other out: the ones that came first stay, the others are refused.
+    """
+
+    def __init__(self, bound: int, idle: int) -> None:
+        self.bound, self.idle = bound, idle
+        self._turn = 0
+        self._kept: dict[Hashable, tuple[int, V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable) -> V | None:
+        """Return what is kept under a key and mark it as used; every call is a turn."""
+        self._turn += 1
+        found = self._kept.pop(key, None)
+        if found is None:
+            return None
+        self._kept[key] = (self._turn, found[1])
+        return found[1]
+
+    def has_room(self) -> bool:
+        if len(self._kept) < self.bound:
+            return True
+        oldest, _ = next(iter(self._kept.values()))
+        return self._turn - oldest >= self.idle
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Keep a new value; the caller has asked `has_room`."""
+        if len(self._kept) >= self.bound:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = (self._turn, value)
