@@ -1,0 +1,67 @@
+"""What a task costs on the device at hand, and what a stream has had: the numbers that look-ahead dispatch needs."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from stretto.core.model import Row
+from stretto.core.plan import Placement
+from stretto.core.route import Route
+from stretto.runtime.program import Member, Program
+from stretto.runtime.timing import Stamp
+
+RUNS = 3
+HALF_LIFE_S = 2.0
+
+
+def measure(program: Program, start: int, device: torch.device, cap: int) -> tuple[float, ...]:
+    """Time a program on rows of slot 0, at the longest length of each bucketed axis; synchronises the device.
+
+    Returns the seconds of a batch of 1, 2, ... `cap` rows; sizes between two buckets cost what the larger one does.
+    """
+    lengths = {b.axis: b.lengths[-1] for b in program.buckets}
+    by_bucket = {}
+    for batch in (b for b in program.batch_buckets if b <= max(cap, program.batch_buckets[0])):
+        members = [Member(Row(0, 0, 0, 0), start)] * batch
+        program.launch(members, lengths)
+        times = []
+        for _ in range(RUNS):
+            begin = Stamp(device)
+            program.launch(members, lengths)
+            end = Stamp(device)
+            end.wait()
+            times.append(end.ms_since(begin) / 1e3)
+        by_bucket[batch] = statistics.median(times)
+    sizes = sorted(by_bucket)
+    return tuple(by_bucket[next((b for b in sizes if b >= n), sizes[-1])] for n in range(1, cap + 1))
+
+
+def progress(route: Route, placements: tuple[Placement, ...], seconds: list[float]) -> list[tuple[float, float]]:
+    """Return, for each placement, the share of the chunk that is done after it, and the seconds left then.
+
+    Without known costs the share is that of the visits, and nothing is known to be left.
+    """
+    total = sum(seconds)
+    if total <= 0.0:
+        return [(p.segment.stop / len(route), 0.0) for p in placements]
+    done = [sum(seconds[: i + 1]) for i in range(len(placements))]
+    return [(d / total, total - d) for d in done]
+
+
+class Served:
+    """Device time that each stream has had of late; half of it is forgotten every `HALF_LIFE_S`."""
+
+    def __init__(self) -> None:
+        self._had: dict[int, tuple[float, float]] = {}
+
+    def add(self, stream: int, seconds: float, now_s: float) -> None:
+        self._had[stream] = (self.of(stream, now_s) + seconds, now_s)
+
+    def of(self, stream: int, now_s: float) -> float:
+        seconds, at_s = self._had.get(stream, (0.0, now_s))
+        return float(seconds * 0.5 ** ((now_s - at_s) / HALF_LIFE_S))
+
+    def forget(self, stream: int) -> None:
+        self._had.pop(stream, None)
