@@ -62,21 +62,24 @@ class Columns:
             turns[column] += 1
         return tuple(turns)
 
-    def work_s(self, column: int, batch: int = 1) -> float:
-        """Return the device time of one chunk in a column, when every visit runs in batches of this size."""
-        p = self.profile
-        return sum(p.stage(v.stage).cost(batch) / batch for v, c in zip(p.visits, self.visits, strict=True) if c == column)
-
     @cached_property
     def work(self) -> tuple[float, ...]:
         return self.work_at(1)
 
     def work_at(self, batch: int) -> tuple[float, ...]:
-        """Return `work_s` of every column."""
+        """Return the device time of one chunk in every column, when its visits run in batches of this size."""
         totals = [0.0] * len(self)
         for visit, column in zip(self.profile.visits, self.visits, strict=True):
             totals[column] += self.profile.stage(visit.stage).cost(batch) / batch
         return tuple(totals)
+
+    @cached_property
+    def _work_sum(self) -> tuple[float, ...]:
+        return (0.0, *itertools.accumulate(self.work))
+
+    def work_s_of(self, start: int, stop: int) -> float:
+        """Return the device time of one chunk in a range of columns, one row at a time."""
+        return self._work_sum[stop] - self._work_sum[start]
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
