@@ -82,7 +82,7 @@ class Planner:
         if not self.shadow.share(spec):
             return None
         for find in self._candidates(taken):
-            placed = find(spec, self._may_open())
+            placed = find(spec, self.may_open())
             if placed is not None:
                 self.cluster.commit(placed)
                 return placed
@@ -109,7 +109,8 @@ class Planner:
         found += [*cell, self._search] if s.cells_first else [self._search, *cell]
         return [*found, self._slot] if s.floor and shadow_took_it else found
 
-    def _may_open(self) -> int:
+    def may_open(self) -> int:
+        """Return how many empty devices the next stream may open."""
         free = len(self.pool) - self.cluster.open_devices
         if not self.strategy.floor or self.shadow.free_devices < self._least_share:
             return free
