@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,16 @@ def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:
 
 
 def test_a_bad_observation_fails_alone(policy: Policy) -> None:
-    session = policy.open_session("b")
+    sessions = [policy.open_session(name) for name in "bcd"]
     bad = observation(1)
     del bad["observation.state"]
-    futures = [policy.submit(o, RequestOptions(seed=0), session) for o in (observation(0), bad, observation(2))]
+    asked = zip((observation(0), bad, observation(2)), sessions, strict=True)
+    futures = [policy.submit(o, RequestOptions(seed=0), session) for o, session in asked]
     assert futures[0].result(20).actions.shape == futures[2].result(20).actions.shape
     with pytest.raises(ObservationError, match=r"observation\.state"):
         futures[1].result(20)
-    policy.close_session(session)
+    for session in sessions:
+        policy.close_session(session)
 
 
 def test_a_session_that_left_gets_nothing_more(policy: Policy) -> None:
@@ -99,7 +102,7 @@ def test_a_session_that_left_gets_nothing_more(policy: Policy) -> None:
 
 
 def test_work_queued_by_a_session_that_leaves_is_dropped(tiny_checkpoint: Path, options: PolicyOptions) -> None:
-    policy = load_policy(tiny_checkpoint, options)
+    policy = load_policy(tiny_checkpoint, replace(options, dispatch="fill_first"))
     session = policy.open_session("leaver")
     futures = [policy.submit(observation(i), RequestOptions(), session) for i in range(3)]
     while not all(policy.engine.queue_depth >= 3 or f.done() for f in futures):

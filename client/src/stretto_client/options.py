@@ -63,6 +63,8 @@ class Options:
     """[K, D]: the rest of the previous chunk; row 0 is the command of this observation's own control step."""
     mode: str | None = None
     priority: int | None = None
+    late: bool | None = None
+    """Whether an answer that comes too late is better than none."""
 
     def __post_init__(self) -> None:
         if self.seed is not None:
@@ -77,6 +79,8 @@ class Options:
             check_int("delay_steps", self.delay_steps, 0, MAX_CHUNK)
         if self.priority is not None:
             check_int("priority", self.priority, -100, 100)
+        if self.late is not None and not isinstance(self.late, bool):
+            raise FieldError("late", got=repr(self.late), expected="True or False")
         self._check_together()
 
     def _check_together(self) -> None:

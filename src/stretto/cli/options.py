@@ -25,7 +25,14 @@ class PolicyFlags:
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
-    """Order of waiting work: earliest_deadline_first, fill_first or first_come_first_served."""
+    """Order of waiting work: deadline_limited (the default), earliest_deadline_first, fill_first, ..."""
+    rtc: tuple[Literal["identity", "vjp", "hard"], ...] | None = None
+    """Modes of real-time chunking to offer; by default identity, and hard where the checkpoint was trained for it. vjp makes
+    every denoise step slower."""
+    control_hz: float | None = None
+    """Control rate of the robots; deadlines then follow from the steps that requests name."""
+    max_delay: int | None = None
+    """Longest delay, in control steps, that a request may name."""
     preset: str | None = None
     """Observation keys: libero, droid, aloha, metaworld, or a key-map file. The checkpoint's own by default."""
     tokenizer: Path | None = None
@@ -48,6 +55,9 @@ class PolicyFlags:
             plan=self.plan,
             max_batch=self.max_batch,
             dispatch=self.dispatch,
+            rtc=self.rtc,
+            control_hz=self.control_hz,
+            max_delay=self.max_delay,
             preset=self.preset,
             tokenizer=self.tokenizer,
             default_prompt=self.default_prompt,

@@ -40,13 +40,15 @@ class RequestOptions:
     executed_steps: int | None = None
     """Control steps the client ran since the last chunk's first action."""
     delay_steps: int | None = None
-    """Control steps that will pass while this request is computed; comes with `prefix_KD`."""
+    """Control steps that will pass while this request is computed; comes with `prefix_KD` or `executed_steps`."""
     prefix_KD: np.ndarray[Any, Any] | None = None
     """Actions the robot is committed to, in the robot's units; a read-only view on the message."""
     noise_HD: np.ndarray[Any, Any] | None = None
     """Initial noise in the model's space, instead of a seed."""
     mode: str | None = None
     """Real-time-chunking mode, one of those that the service advertises."""
+    late: bool = False
+    """Answer late rather than refuse what cannot be on time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +67,8 @@ class PolicyReply:
     weight_version: int = 0
     request_id: str = ""
     prefix_steps_honoured: int = 0
+    """Leading actions that this chunk was made to share with the one before it."""
+    late: bool = False
+    """Whether it came after its deadline."""
     notes: tuple[str, ...] = ()
     """Remarks a user should see once, such as an extra camera that was not used."""

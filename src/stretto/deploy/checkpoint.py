@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ class Loaded:
     report: LoadReport
     path: Path
     layout: Layout
+    trained_delay: int = 0
+    """Most leading actions that were given clean in training; 0 where there were none or nobody says."""
 
 
 def embedded() -> list[str]:
@@ -76,6 +78,7 @@ class Opened:
     processor: PolicyProcessor
     path: Path
     layout: Layout
+    trained_delay: int = 0
 
 
 def open_checkpoint(
@@ -95,7 +98,7 @@ def open_checkpoint(
         ConfigError: if an option does not fit the checkpoint.
     """
     path = find_checkpoint(name)
-    layout = layout_of(path)
+    layout, trained_delay = layout_of(path), 0
     if layout == "lerobot":
         processor = PolicyProcessor.from_lerobot(
             path,
@@ -106,7 +109,9 @@ def open_checkpoint(
             degenerate=degenerate,
         )
         steps = {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
-        config = Pi0Config.from_lerobot({**read_json(path / "config.json"), **steps})
+        raw = read_json(path / "config.json")
+        config = Pi0Config.from_lerobot({**raw, **steps})
+        trained_delay = _trained_delay(raw, config)
     else:
         processor = PolicyProcessor.from_openpi(
             path, preset=preset, tokenizer=tokenizer, default_prompt=default_prompt, degenerate=degenerate
@@ -119,18 +124,32 @@ def open_checkpoint(
             **({} if denoise_steps is None else {"denoise_steps": denoise_steps}),
         )
     _agree(config, processor, path)
-    return Opened(config, processor, path, layout)
+    return Opened(config, processor, path, layout, trained_delay)
 
 
-def load_checkpoint(opened: Opened, *, device: torch.device, dtype: str) -> Loaded:
+def load_checkpoint(opened: Opened, *, device: torch.device, dtype: str, rtc: Sequence[str] | None = None) -> Loaded:
     """Build the network and load its weights, all of them or none.
 
+    `rtc` names the modes of real-time chunking to offer; None takes `identity`, and before it `hard` if it was trained for.
+
     Raises:
+        ConfigError: if a mode is unknown.
         CheckpointError: naming every tensor and file that is missing, unexpected, misshapen or damaged.
     """
+    if rtc is None:
+        rtc = ("hard", "identity") if opened.trained_delay else ("identity",)
     pixels: Literal["uint8", "float32"] = "uint8" if opened.processor.spec.resizer == "pil" else "float32"
-    model = build(opened.config, device=device, dtype=dtype, pixels=pixels)
-    return Loaded(model, opened.processor, load_weights(model, opened.path), opened.path, opened.layout)
+    model = build(opened.config, device=device, dtype=dtype, pixels=pixels, rtc=rtc)
+    report = load_weights(model, opened.path)
+    return Loaded(model, opened.processor, report, opened.path, opened.layout, opened.trained_delay)
+
+
+def _trained_delay(raw: Mapping[str, Any], config: Pi0Config) -> int:
+    value = raw.get("rtc_training_max_delay") or 0
+    if type(value) is not int or not 0 <= value < config.action_horizon:
+        expected = f"an integer from 0 to {config.action_horizon - 1}"
+        raise ConfigError("rtc_training_max_delay", got=repr(value), expected=expected)
+    return value
 
 
 def _agree(config: Pi0Config, processor: PolicyProcessor, path: Path) -> None:

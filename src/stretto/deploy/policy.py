@@ -11,19 +11,21 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from stretto.control.rtc import Schedule
 from stretto.core.chunk import Chunk
-from stretto.core.errors import ConfigError, ObservationError, StrettoError
+from stretto.core.errors import ConfigError, DeadlineError, ObservationError, StrettoError, SupersededError
 from stretto.core.plan import Plan, per_visit, whole
 from stretto.core.policy import PolicyReply, RequestOptions, Session
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
+from stretto.deploy.realtime import Realtime, Wish
 from stretto.processors.policy import ModelInputs
 from stretto.processors.stats import Degenerate
 from stretto.runtime.engine import Engine, Stream
@@ -45,7 +47,20 @@ class PolicyOptions:
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
-    """Dispatch policy; None takes the plan's own."""
+    """Dispatch policy. None takes `deadline_limited`: the most urgent robot first, in batches with which it is still on time;
+    what cannot be on time is refused, and a robot's newer observation takes the place of one that has not started."""
+    rtc: tuple[str, ...] | None = None
+    """Modes of real-time chunking that requests may ask for: `identity`, `vjp`, `hard` (for policies trained with given
+    actions). The first is taken where a request names none. `vjp` makes every denoise step of every robot slower. None
+    offers `identity`, and before it `hard` where the checkpoint says that it was trained for that."""
+    control_hz: float | None = None
+    """Control rate of the robots; with it, deadlines follow from the steps that requests name."""
+    max_delay: int | None = None
+    """Longest delay, in control steps, that requests may name; None takes what the checkpoint was trained for where `hard`
+    is offered, and else all but a whole chunk."""
+    rtc_schedule: Schedule = "exp"
+    rtc_cap: float = 5.0
+    """Bound on the strength of a correction."""
     preset: str | None = None
     """Observation keys: `libero`, `droid`, `aloha`, `metaworld`, or a key-map file. None takes the checkpoint's."""
     tokenizer: Path | None = None
@@ -72,7 +87,48 @@ def plan_for(loaded: Loaded, options: PolicyOptions, device: torch.device) -> Pl
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     else:
         plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
-    return plan if options.dispatch is None else plan.with_dispatch(options.dispatch)
+    return plan.with_dispatch(options.dispatch or "deadline_limited")
+
+
+@dataclass(eq=False)
+class _Robot:
+    """What the policy remembers of one session."""
+
+    stream: Stream
+    asked: int = 0
+    """Requests so far."""
+    episode: int = 0
+    last_HD: np.ndarray[Any, Any] | None = None
+    """The last chunk given in this episode, in the robot's units."""
+    last_chunk: int = -1
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def forget(self) -> None:
+        self.episode += 1
+        self.last_HD = None
+
+    def remember(self, episode: int, chunk: int, actions_HD: np.ndarray[Any, Any]) -> None:
+        with self.turn:
+            if episode == self.episode and chunk > self.last_chunk:
+                self.last_HD, self.last_chunk = actions_HD, chunk
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """One request on its way through the policy."""
+
+    reply: Future[PolicyReply]
+    observation: Mapping[str, object]
+    options: RequestOptions
+    robot: _Robot
+    number: int
+    episode: int
+    wish: Wish
+    arrived_s: float
+    deadline_s: float
+    preprocess_ms: float = 0.0
+    overdue: bool = False
+    """Refused for its deadline once, and served late because the client wants that."""
 
 
 class Policy:
@@ -83,10 +139,21 @@ class Policy:
         self.processor = loaded.processor
         self.device = resolve_device(options.device)
         self.engine = Engine(loaded.model, plan_for(loaded, options, self.device))
+        trained = loaded.trained_delay or None
+        self.realtime = Realtime(
+            modes=loaded.model.rtc_modes,
+            horizon=self.processor.action_horizon,
+            width=self.processor.spec.max_action_dim,
+            robot_width=self.processor.action_dim,
+            control_hz=options.control_hz,
+            max_delay=trained if options.max_delay is None and "hard" in loaded.model.rtc_modes else options.max_delay,
+            schedule=options.rtc_schedule,
+            cap=options.rtc_cap,
+        )
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="prepare")
-        self._streams: dict[Session, Stream] = {}
+        self._robots: dict[Session, _Robot] = {}
         self._lock = threading.Lock()
-        self._own: Session | None = None
+        self._own: list[Session] = []
         self._warm = False
         self.weight_version = 0
 
@@ -98,6 +165,7 @@ class Policy:
             "action_dim": self.processor.action_dim,
             "observation": self.processor.observation_schema(),
             "mode": self.engine.plan.mode,
+            "rt": self.realtime.describe(),
             "policy_metadata": {},
         }
 
@@ -118,14 +186,14 @@ class Policy:
         stream = self.engine.open(seed=self.options.seed)
         session = Session(session_id, peer, stream.id)
         with self._lock:
-            self._streams[session] = stream
+            self._robots[session] = _Robot(stream)
         return session
 
     def close_session(self, session: Session) -> None:
         with self._lock:
-            stream = self._streams.pop(session, None)
-        if stream is not None:
-            stream.close()
+            robot = self._robots.pop(session, None)
+        if robot is not None:
+            robot.stream.close()
 
     def submit(self, observation: Mapping[str, object], options: RequestOptions, session: Session) -> Future[PolicyReply]:
         """Queue one observation; errors come on the future.
@@ -133,14 +201,21 @@ class Policy:
         Raises:
             StrettoError: at once, if the session is closed or an option asks for what this policy does not offer.
         """
-        if options.mode not in (None, "none"):
-            raise ObservationError("rt.mode", got=repr(options.mode), expected="none")
+        now_s = self.engine.now_s
         with self._lock:
-            stream = self._streams.get(session)
-        if stream is None:
+            robot = self._robots.get(session)
+        if robot is None:
             raise ObservationError("session", got=session.session_id, expected="an open session")
+        with robot.turn:
+            if options.reset:
+                robot.forget()
+            wish = self.realtime.read(options, robot.last_HD)
+            robot.asked += 1
+            number, episode = robot.asked, robot.episode
+        deadline_s = now_s + self.realtime.allowance_s(options)
         reply: Future[PolicyReply] = Future()
-        self._pool.submit(self._prepare, reply, observation, options, stream, time.monotonic())
+        ticket = _Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
+        self._pool.submit(self._prepare, ticket)
         return reply
 
     def infer(self, observation: Mapping[str, object], options: RequestOptions | None = None) -> dict[str, Any]:
@@ -155,16 +230,20 @@ class Policy:
         Raises:
             StrettoError: the first error among them.
         """
-        if self._own is None:
-            self._own = self.open_session("in process")
-        own, said = self._own, options or RequestOptions()
-        replies = [f.result() for f in [self.submit(o, said, own) for o in observations]]
+        while len(self._own) < len(observations):
+            self._own.append(self.open_session("in process"))
+        said = options or RequestOptions()
+        asked = [self.submit(o, said, own) for o, own in zip(observations, self._own, strict=False)]
+        replies = [future.result() for future in asked]
         return [
             {"actions": r.actions, "policy_timing": {"infer_ms": r.infer_ms}, "stage_ms": dict(r.stage_ms)} for r in replies
         ]
 
     def reset(self) -> None:
-        """Begin a new episode. A policy without real-time chunking remembers nothing."""
+        """Begin a new episode for whoever calls `infer` and `infer_batch`."""
+        for session in self._own:
+            with self._robots[session].turn:
+                self._robots[session].forget()
 
     def metrics(self) -> Mapping[str, float]:
         memory = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -180,30 +259,34 @@ class Policy:
         self._pool.shutdown(cancel_futures=True)
         self.engine.close()
 
-    def _prepare(
-        self,
-        reply: Future[PolicyReply],
-        observation: Mapping[str, object],
-        options: RequestOptions,
-        stream: Stream,
-        arrived_s: float,
-    ) -> None:
-        if not reply.set_running_or_notify_cancel():
+    def _prepare(self, ticket: _Ticket) -> None:
+        if not ticket.reply.set_running_or_notify_cancel():
             return
         try:
-            inputs = self.processor.preprocess(observation)
-            prepared_s = time.monotonic()
-            deadline_s = math.inf if options.deadline_ms is None else arrived_s + options.deadline_ms / 1e3
-            rows = self._rows(inputs, options, stream)
-            lengths = {"prompt": inputs.token_count}
-            chunk = stream.submit(rows, lengths=lengths, seed=options.seed, deadline_s=deadline_s)
+            self._check_newest(ticket)
+            inputs = self.processor.preprocess(ticket.observation)
+            ticket.preprocess_ms = (self.engine.now_s - ticket.arrived_s) * 1e3
+            self._hand_in(ticket, inputs)
         except StrettoError as error:
-            reply.set_exception(error)
-            return
-        chunk.add_done_callback(lambda f: self._reply(reply, f, inputs, options, (prepared_s - arrived_s) * 1e3))
+            ticket.reply.set_exception(error)
 
-    def _rows(self, inputs: ModelInputs, options: RequestOptions, stream: Stream) -> dict[str, np.ndarray]:
-        config = self.loaded.model.config
+    def _check_newest(self, ticket: _Ticket) -> None:
+        if ticket.number < ticket.robot.asked and self.engine.plan.dispatch == "deadline_limited":
+            raise SupersededError("superseded", "a newer observation of the same robot took its place")
+
+    def _hand_in(self, ticket: _Ticket, inputs: ModelInputs) -> None:
+        robot = ticket.robot
+        deadline_s = math.inf if ticket.overdue else ticket.deadline_s
+        with robot.turn:
+            # Again, and in one turn: the dispatch policy takes the later chunk of a stream for the newer observation.
+            self._check_newest(ticket)
+            rows = self._rows(inputs, ticket)
+            lengths = {"prompt": inputs.token_count}
+            chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s)
+        chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs))
+
+    def _rows(self, inputs: ModelInputs, ticket: _Ticket) -> dict[str, np.ndarray[Any, Any]]:
+        config, options, stream = self.loaded.model.config, ticket.options, ticket.robot.stream
         shape = (config.action_horizon, config.action_dim)
         if options.noise_HD is not None:
             if options.noise_HD.shape != shape:
@@ -215,36 +298,57 @@ class Policy:
             x = noise(shape, seed=stream.seed, stream=stream.id, chunk=stream.submitted).numpy()
         rows = inputs.arrays()
         rows["token_count"] = rows["token_count"].astype(np.int32)
-        rows = {name: value for name, value in rows.items() if name in self.loaded.model.route.inputs}
-        return {**rows, "x": x}
+        wanted = self.loaded.model.route.inputs
+        rows = {name: value for name, value in rows.items() if name in wanted}
+        guidance = self.realtime.inputs(
+            ticket.wish, lambda prefix_KD: self.processor.encode_actions(prefix_KD, inputs.context), dict.fromkeys(wanted)
+        )
+        return {**rows, **guidance, "x": x}
 
-    def _reply(
-        self,
-        reply: Future[PolicyReply],
-        done: Future[Chunk],
-        inputs: ModelInputs,
-        options: RequestOptions,
-        preprocess_ms: float,
-    ) -> None:
+    def _finish(self, ticket: _Ticket, done: Future[Chunk], inputs: ModelInputs) -> None:
         try:
             chunk = done.result()
-            begin = time.perf_counter()
+        except DeadlineError as error:
+            if not ticket.options.late or ticket.overdue:
+                ticket.reply.set_exception(error)
+                return
+            # Without a deadline it yields to all that can still be on time, so lateness does not spread.
+            ticket.overdue = True
+            self._again(ticket, inputs)
+            return
+        except StrettoError as error:
+            ticket.reply.set_exception(error)
+            return
+        self._reply(ticket, chunk, inputs)
+
+    def _again(self, ticket: _Ticket, inputs: ModelInputs) -> None:
+        try:
+            self._hand_in(ticket, inputs)
+        except StrettoError as error:
+            ticket.reply.set_exception(error)
+
+    def _reply(self, ticket: _Ticket, chunk: Chunk, inputs: ModelInputs) -> None:
+        begin = time.perf_counter()
+        try:
             actions = self.processor.postprocess(chunk.outputs["x"], inputs.context)
         except StrettoError as error:
-            reply.set_exception(error)
+            ticket.reply.set_exception(error)
             return
+        ticket.robot.remember(ticket.episode, chunk.index, actions)
         postprocess_ms = (time.perf_counter() - begin) * 1e3
         notes = (f"{inputs.clipped_values} pixel values were clipped to the valid range",) if inputs.clipped_values else ()
-        reply.set_result(
+        ticket.reply.set_result(
             PolicyReply(
-                actions=actions,
+                actions=actions.copy(),
                 infer_ms=chunk.run_ms,
                 queue_ms=chunk.queue_ms,
-                stage_ms={"preprocess": preprocess_ms, **chunk.stage_ms, "postprocess": postprocess_ms},
+                stage_ms={"preprocess": ticket.preprocess_ms, **chunk.stage_ms, "postprocess": postprocess_ms},
                 batch_size=max(chunk.batch_sizes.values()),
                 mode=chunk.mode,
                 weight_version=self.weight_version,
-                request_id=options.request_id,
+                request_id=ticket.options.request_id,
+                prefix_steps_honoured=ticket.wish.delay,
+                late=ticket.overdue or self.engine.now_s > ticket.deadline_s,
                 notes=notes,
             )
         )
@@ -268,5 +372,5 @@ def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) ->
         degenerate=options.degenerate,
         denoise_steps=options.denoise_steps,
     )
-    loaded = load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device))
+    loaded = load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device), rtc=options.rtc)
     return Policy(loaded, options)

@@ -59,6 +59,8 @@ class ServerMetrics:
         """Count one reply; `own_ms` are the stages of the server itself."""
         self._latency.labels(POLICY, "ok").observe(seconds)
         self._batch.observe(reply.batch_size)
+        if reply.late:
+            self._misses.inc()
         for stage, ms in {"queue": reply.queue_ms, **reply.stage_ms, **own_ms}.items():
             self._stages.labels(stage).observe(ms / 1e3)
 

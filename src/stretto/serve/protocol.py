@@ -152,6 +152,7 @@ def pack_reply(reply: PolicyReply, exchange: Exchange, offer: Offer, *, infer_ms
         "session_id": exchange.session_id,
         "weight_version": int(reply.weight_version),
         "prefix_steps_honoured": int(reply.prefix_steps_honoured),
+        "late": int(reply.late),
         "queue_ms": float(reply.queue_ms),
         "batch_size": int(reply.batch_size),
         "mode": str(reply.mode),

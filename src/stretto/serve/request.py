@@ -173,4 +173,5 @@ _FIELDS: Mapping[str, Callable[[str, object], Any]] = {
     "prefix": _rows,
     "noise": _rows,
     "mode": _name,
+    "late": _flag,
 }
