@@ -23,7 +23,7 @@ class Effort:
 
     discrepancies: int = 2
     branches: int = 5
-    ranks: int = 6
+    ranks: int = 8
     leaves: int = 100
     nodes: int = 400
 

@@ -73,7 +73,8 @@ def circular(profile: Profile, devices: Sequence[Device], *, quantum: int | None
     Raises:
         PlanError: if there are more devices than columns.
     """
-    plan = by_block(profile, devices, quantum=quantum)
+    # A range is one segment: two chunks on a device would otherwise take turns and leave their slots.
+    plan = by_block(profile, devices, quantum=quantum or len(profile.visits))
     return Plan(
         "circular",
         plan.devices,

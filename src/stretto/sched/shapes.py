@@ -145,7 +145,8 @@ def _world(shape: WorldShape, device: Hardware) -> Profile:
     block = roofline(
         device, 2.0 * t * shape.block_parameters, attention, 2 * shape.block_parameters, kv + 4 * t * d, _BLOCK_LAUNCH_S
     )
-    ends = roofline(device, t * shape.other_parameters * 0.2, 0.0, shape.other_parameters, 4 * t * d, _LIGHT_LAUNCH_S)
+    per_token = d * shape.latent_bytes_per_token // 4  # a matrix from latent to width, or back; latents are float32
+    ends = roofline(device, 2.0 * t * per_token, 0.0, shape.other_parameters, 4 * t * d, _LIGHT_LAUNCH_S)
     hidden, latent = 2 * t * d, t * shape.latent_bytes_per_token
     stages = {
         "embed": StageProfile(ends, weight_bytes=shape.other_parameters, crossing_bytes=hidden + latent),

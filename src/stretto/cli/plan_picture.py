@@ -1,0 +1,104 @@
+"""Pictures of a plan: one steady interval as a Gantt chart, and which stream is on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.core.errors import ConfigError
+from stretto.sched.cluster import Placed, StreamSpec
+from stretto.sched.columns import Columns
+from stretto.sched.outcome import Launch
+from stretto.sched.report import Row
+from stretto.sched.verify import Trial, simulate
+
+
+def draw(rows: Sequence[Row], method: str, path: Path) -> None:
+    """Draw the plans of a method, a pair of pictures a model.
+
+    Raises:
+        ConfigError: if matplotlib is missing, or the method placed nothing.
+    """
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise ConfigError("picture", got="no matplotlib", expected="the `plot` extra: pip install 'stretto[plot]'") from e
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = _distinct([r for r in rows if method in r.packed and r.packed[method].verified is not None], method)
+    if not shown:
+        raise ConfigError("picture", got=f"no stream placed by {method}", expected="a plan to draw")
+    devices = max(len(_devices(r, method)) for r in shown)
+    height = min(14.0, max(2.2, 0.24 * devices + 1.0))
+    figure, axes = plt.subplots(len(shown), 2, figsize=(15, height * len(shown)), squeeze=False, width_ratios=(3, 2))
+    for row, (left, right) in zip(shown, axes, strict=True):
+        _gantt(left, row, method)
+        _places(right, row, method)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _distinct(rows: Sequence[Row], method: str) -> list[Row]:
+    """Keep one row of a mix: its models share one plan."""
+    return list({id(r.packed[method]): r for r in rows}.values())
+
+
+def _devices(row: Row, method: str) -> list[str]:
+    used = {r.device for p in row.packed[method].placed.values() for r in p.ranks}
+    return sorted(used, key=lambda name: (len(name), name))
+
+
+def _colour(index: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["tab20"](index % 20)
+
+
+def _gantt(axes: Any, row: Row, method: str) -> None:
+    packed = row.packed[method]
+    verified = packed.verified
+    assert verified is not None
+    specs: list[StreamSpec] = [p.spec for p in packed.placed.values()]
+    number = {s.name: i for i, s in enumerate(specs)}
+    profiles = {r.spec.model: row.profile for r in packed.placed.values()}
+    if len(verified.plans) > 1:
+        raise ConfigError("picture", got=f"a mix of {sorted(verified.plans)}", expected="one model", hint="use --models")
+    run = simulate(verified.plans, profiles, specs, Trial(14, 10, Trial().weather), trace=True)
+    interval = max(s.interval_s for s in specs)
+    begin = 12 * interval
+    lanes = {name: i for i, name in enumerate(_devices(row, method))}
+    trace: list[Launch] = [t for t in run.outcome.trace or () if t.end_s > begin and t.begin_s < begin + interval]
+    for launch in trace:
+        first = number[launch.chunks[0][0]]
+        span = (launch.begin_s - begin, launch.end_s - launch.begin_s)
+        axes.broken_barh(
+            [span], (lanes[launch.device] - 0.42, 0.84), facecolors=_colour(first), edgecolor="white", linewidth=0.3
+        )
+        if len(launch.chunks) > 1:
+            middle = span[0] + span[1] / 2
+            axes.text(middle, lanes[launch.device], str(len(launch.chunks)), ha="center", va="center", fontsize=6)
+    axes.set_xlim(0, interval)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_yticks(range(len(lanes)), list(lanes), fontsize=7)
+    axes.set_xlabel("seconds of one steady interval; a colour is a stream, a number is a batch")
+    use = row.utilisation.get(method, 0.0)
+    axes.set_title(f"{row.model}, {method}: {row.streams[method]} streams (bound {row.bound}), {use:.0%} busy", fontsize=10)
+
+
+def _places(axes: Any, row: Row, method: str) -> None:
+    """Show streams against devices; the shade is the share of the device's time."""
+    placed: list[Placed] = list(row.packed[method].placed.values())
+    lanes = {name: i for i, name in enumerate(_devices(row, method))}
+    columns = Columns.of(row.profile)
+    grid = [[0.0] * len(placed) for _ in lanes]
+    for i, p in enumerate(placed):
+        for r in p.ranks:
+            grid[lanes[r.device]][i] = columns.work_s_of(r.start, r.stop) / p.spec.interval_s
+    image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
+    axes.set_yticks(range(len(lanes)), list(lanes), fontsize=7)
+    axes.set_xlabel("streams")
+    axes.set_title("share of a device's time", fontsize=10)
+    axes.figure.colorbar(image, ax=axes, fraction=0.05)
