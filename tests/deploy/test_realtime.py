@@ -245,5 +245,5 @@ def test_a_request_that_cannot_be_on_time_is_refused_with_the_reason_or_served_l
 
 
 def test_costs_are_measured_before_the_first_request(policy: Policy) -> None:
-    assert {stages for stages in policy.engine.costs} >= {("vision",), ("prefix",), ("denoise",)}
+    assert set(policy.engine.costs) >= {("vision",), ("prefix",), ("denoise",)}
     assert all(len(seconds) == OPTIONS.max_batch and min(seconds) > 0 for seconds in policy.engine.costs.values())
