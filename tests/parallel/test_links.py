@@ -7,17 +7,15 @@ import queue
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from stretto.core.route import TensorSpec
-from stretto.parallel.dist import CONSUMER, PRODUCER, DistInbox, DistOutbox, Pair
+from stretto.parallel.dist import CONSUMER, PRODUCER, DistInbox, DistOutbox, Pair, open_store
 from stretto.parallel.link import Link
 from stretto.parallel.local import LocalLink
 from stretto.parallel.pages import PageLayout
@@ -33,14 +31,10 @@ def message(i: int) -> dict[str, torch.Tensor]:
     return full if i % 3 else {"n": full["n"]}
 
 
-def store_of(port: int) -> dist.Store:
-    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
-
-
 def open_outbox(kind: str, where: Any) -> Link:
     if kind == "peer":
         return PeerOutbox("consumer", where, LAYOUT, CPU, lost=lambda *_: None)
-    return DistOutbox("consumer", Pair(store_of(where), "a-b", PRODUCER, CPU), LAYOUT, CPU, lost=lambda *_: None)
+    return DistOutbox("consumer", Pair(open_store(where), "a-b", PRODUCER, CPU), LAYOUT, CPU, lost=lambda *_: None)
 
 
 def produce(kind: str, where: Any) -> None:
@@ -84,7 +78,7 @@ def start(kind: str, consumer: Consumer, body: Callable[[str, Any], None]) -> tu
         theirs.close()
         inbox: Any = PeerInbox("producer", ours, LAYOUT, CPU, pages=2, receive=consumer.receive, lost=consumer.lose)
         return process, inbox
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    server = open_store()
     process = context.Process(target=body, args=(kind, server.port), daemon=True)
     process.start()
     pair = Pair(server, "a-b", CONSUMER, CPU)

@@ -14,15 +14,24 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch import distributed as dist
 
 from stretto.parallel.link import LinkError, Lost, Receive, Values
 from stretto.parallel.order import Mark, hold_for_current_stream, side_stream
 from stretto.parallel.pages import PageLayout
 
-PRODUCER, CONSUMER = 0, 1
+PRODUCER: Literal[0] = 0
+CONSUMER: Literal[1] = 1
 FOR_EVER = timedelta(days=365)  # an idle link is not a broken one; a dead peer closes its socket
+Store = Any
+_dist: Any = dist  # these classes are documented, but carry no types
+
+
+def open_store(port: int = 0, *, timeout_s: float = 60.0) -> Store:
+    """Serve a store on a free port (`store.port`), or join the one at `port`."""
+    serves = port == 0
+    return _dist.TCPStore("127.0.0.1", port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class Pair:
@@ -31,14 +40,15 @@ class Pair:
     Blocks until both ends are there. Where several links are set up, all processes take them in the same order.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: Literal[0, 1], device: torch.device) -> None:
+    def __init__(self, store: Store, name: str, rank: Literal[0, 1], device: torch.device) -> None:
         self.rank, self.other = rank, 1 - rank
         try:
-            self.headers = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/headers", store), rank, 2, FOR_EVER)
+            self.headers = _dist.ProcessGroupGloo(_dist.PrefixStore(f"{name}/headers", store), rank, 2, FOR_EVER)
             self.pages: Any = self.headers
             if device.type == "cuda":
                 with torch.cuda.device(device):
-                    self.pages = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/pages", store), rank, 2)
+                    options = _dist.ProcessGroupNCCL.Options()
+                    self.pages = _dist.ProcessGroupNCCL(_dist.PrefixStore(f"{name}/pages", store), rank, 2, options)
         except RuntimeError as e:
             raise LinkError(f"link {name} could not be set up: {e}") from e
 

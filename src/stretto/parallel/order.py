@@ -26,7 +26,7 @@ class Mark:
         with torch.cuda.device(device):
             event = torch.cuda.Event(interprocess=shared)  # type: ignore[no-untyped-call]
             if shared:
-                event.ipc_handle()  # makes the event now, on this device
+                event.ipc_handle()  # type: ignore[no-untyped-call]  # makes the event now, on this device
             return Mark(event)
 
     @staticmethod

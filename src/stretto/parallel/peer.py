@@ -12,6 +12,7 @@ Messages, over a pipe between processes that trust each other:
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -47,7 +48,7 @@ class PeerInbox:
         self._receive, self._lost = receive, lost
         self.pages = torch.zeros(pages, layout.page_bytes, dtype=torch.uint8, device=device)
         if device.type != "cuda":
-            self.pages.share_memory_()
+            self.pages.share_memory_()  # type: ignore[no-untyped-call]
         self._read = [Mark.new(device, shared=True) for _ in range(pages)]
         try:
             pipe.send((self.pages, [mark.handle() for mark in self._read]))
@@ -123,6 +124,7 @@ class PeerOutbox:
                 while (item := self._queue.get()) is not None:
                     self._write(*item)
                 self._pipe.send(None)
+            self._wait_for_end()
         except GONE as e:
             self._lost(self.peer, f"its end of the link closed ({type(e).__name__})")
             self._discard()
@@ -137,13 +139,19 @@ class PeerOutbox:
         hold_for_current_stream(values.values())
         self._written[page].record()
         if self._staged:
-            torch.cuda.current_stream().synchronize()  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
         self._pipe.send((page, tuple(values), header))
 
     def _page(self) -> int:
         while not self._free or self._pipe.poll():
             self._free.append(self._pipe.recv())
         return self._free.popleft()
+
+    def _wait_for_end(self) -> None:
+        """Take the last credits: a pipe that is closed with something in it breaks under the consumer."""
+        with contextlib.suppress(*GONE):
+            while True:
+                self._pipe.recv()
 
     def _discard(self) -> None:
         while not self._closed and self._queue.get() is not None:

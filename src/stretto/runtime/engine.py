@@ -1,82 +1,36 @@
-"""The engine: streams in, chunks out. It hands chunks to the executors of its plan and gives finished ones back."""
+"""The engine: streams in, chunks out. It hands chunks to the devices of its plan and gives finished ones back.
+
+The devices are executors in this process, or processes of their own (`workers`); the engine is the same.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
-import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import CapacityError, FieldError, StreamClosedError
+from stretto.core.errors import CapacityError, FieldError, StreamClosedError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
+from stretto.core.route import Route
+from stretto.parallel.local import LocalLink
 from stretto.runtime.executor import Executor
+from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import slots_per_stream, state_slots
-from stretto.runtime.timing import Stamp
-
-
-@dataclass(eq=False)
-class Stream:
-    """One robot or one world session: a sequence of chunks, in order."""
-
-    engine: Engine
-    id: int
-    stream_class: str
-    seed: int
-    submitted: int = 0
-    """Chunks so far; the index of the next one."""
-    _turn: threading.Lock = field(default_factory=threading.Lock)
-    versions: dict[str, int] = field(default_factory=dict)
-    closed: bool = False
-
-    def set_condition(self, name: str, value: Tensor) -> int:
-        """Change a condition, such as the prompt, for the chunks submitted from now on. Returns its version."""
-        self.versions[name] = self.versions.get(name, -1) + 1
-        self.engine._set_condition(self, name, self.versions[name], value)
-        return self.versions[name]
-
-    def submit(
-        self,
-        inputs: Mapping[str, np.ndarray],
-        *,
-        lengths: Mapping[str, int] | None = None,
-        seed: int | None = None,
-        deadline_s: float = math.inf,
-    ) -> Future[Chunk]:
-        """Queue one chunk; any thread, never blocks on the device.
-
-        `inputs` holds every route input as one row. `lengths` are the real lengths on the model's bucketed axes.
-        `deadline_s` is on the engine's clock (`engine.now_s`).
-
-        Raises:
-            FieldError: if an input is missing, unknown, or of another shape or dtype.
-            StreamClosedError: if the stream was closed.
-        """
-        if self.closed:
-            raise StreamClosedError("the stream was closed")
-        seed = self.seed if seed is None else seed
-        with self._turn:
-            future = self.engine._submit(self, inputs, lengths or {}, seed, deadline_s)
-            self.submitted += 1
-        return future
-
-    def close(self) -> None:
-        """Drop queued chunks; their futures raise StreamClosedError. Safe to call twice."""
-        if not self.closed:
-            self.closed = True
-            self.engine._close_stream(self)
+from stretto.runtime.passage import Courier, Finisher, Passage
+from stretto.runtime.pending import Pending
+from stretto.runtime.seat import Seat
+from stretto.runtime.stream import Stream as Stream
+from stretto.runtime.ways import MAIN, ways_of
 
 
 class Engine:
@@ -85,25 +39,69 @@ class Engine:
     The model is bound to its device and its weights are loaded before it comes here.
     """
 
-    def __init__(self, model: Model, plan: Plan, *, slots: int | None = None, streams: int = 64) -> None:
-        plan.validate(model.route)
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        *,
+        slots: int | None = None,
+        streams: int = 64,
+        routes: Mapping[str, Route] | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            slots: chunks that a device holds at a time. `streams`: streams that it holds state for.
+            routes: other routes of the model by name, beside its main one.
+            workers: run each device in a process of its own. `model` then needs no weights: it describes.
+
+        Raises:
+            PlanError: if the plan does not fit the model.
+        """
         self.model, self.plan = model, plan
-        self._futures: dict[Flow, Future[Chunk]] = {}
-        self._lock = threading.Lock()
-        self._streams = itertools.count()
-        self._done: queue.SimpleQueue[tuple[Sequence[Flow], dict[str, Tensor], Stamp] | None] = queue.SimpleQueue()
-        deepest = max(plan.batch_cap(d.name) for d in plan.devices)
-        self.executors = {
-            d.name: Executor(
-                model, plan, d.name, slots=slots or 2 * deepest, streams=streams, depart=self._depart, fail=self._fail
-            )
-            for d in plan.devices
-        }
+        self.ways = ways_of(model, plan, routes)
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._open: dict[int, Stream] = {}
+        self._lock = threading.RLock()
+        self._ids = itertools.count()
+        self._closed = False
+        slots = slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices)
+        self._fleet: Fleet | None = None
+        self._finisher = Finisher(self._passed)
+        self.executors: Mapping[str, Seat]
+        if workers is not None:
+            self._fleet = Fleet(
+                model, plan, self.ways, workers, slots=slots, streams=streams,
+                passed=self._heard, failed=self._failed, died=self._died,
+            )  # fmt: skip
+            self.executors = self._fleet.seats
+        else:
+            self.executors = self._executors(slots, streams)
         self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
-        self._finisher = threading.Thread(target=self._finish, name="engine finisher", daemon=True)
+
+    def _executors(self, slots: int, streams: int) -> dict[str, Executor]:
+        executors: dict[str, Executor] = {}
+        links: dict[str, LocalLink] = {}
+        outputs = {name: route.outputs for name, route in self.ways.routes.items()}
+        courier = Courier(outputs, links, self._finisher)
+        for device in self.plan.devices:
+            executors[device.name] = executor = Executor(
+                self.model, self.plan, device.name, slots=slots, streams=streams, ways=self.ways,
+                depart=courier.depart, fail=self._fail, died=self._died,
+            )  # fmt: skip
+            links[device.name] = LocalLink(device.name, executor.receive)
+        return executors
 
     def warm(self) -> None:
-        """Capture all graphs, then start. Blocks until ready."""
+        """Capture all graphs, or wait for all workers, then start. Blocks until ready.
+
+        Raises:
+            WorkerDiedError: if a worker cannot start.
+            LinkError: if two workers cannot be linked.
+        """
+        if self._fleet is not None:
+            self._fleet.await_ready()
         for executor in self.executors.values():
             executor.warm()
         for executor in self.executors.values():
@@ -116,7 +114,7 @@ class Engine:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine cannot run any more, or None."""
+        """Why the engine cannot run all of its plan any more, or None."""
         return next((e.dead for e in self.executors.values() if e.dead), None)
 
     @property
@@ -125,7 +123,26 @@ class Engine:
 
     @property
     def captures(self) -> int:
-        return sum(e.graphs.captures for e in self.executors.values() if e.graphs)
+        return sum(e.captures for e in self.executors.values())
+
+    @property
+    def costs(self) -> dict[tuple[str, ...], tuple[float, ...]]:
+        """Stages that run as one task -> measured seconds of a batch of 1, 2, ...; known for models without state."""
+        return {stages: tuple(seconds) for e in self.executors.values() for stages, seconds in e.costs.items()}
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks that have been submitted and are not finished."""
+        return len(self._pending)
+
+    @property
+    def workers(self) -> Mapping[str, int]:
+        """Device -> process id of its worker; empty where there are none."""
+        return self._fleet.pids if self._fleet else {}
+
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Return device -> bytes of host memory that its worker holds, as it last said; empty where there are none."""
+        return self._fleet.resident_bytes if self._fleet else {}
 
     def open(self, *, stream_class: str | None = None, seed: int = 0) -> Stream:
         """Open a stream of a class of the plan (its only one by default).
@@ -133,10 +150,13 @@ class Engine:
         Raises:
             PlanError: if the plan has no such class.
             CapacityError: if a device has no room for its state.
+            WorkerDiedError: if a device of the class is gone.
         """
         name = stream_class or next(iter(self.plan.classes))
         placements = self.plan.placements(name)
-        stream = Stream(self, next(self._streams), name, seed)
+        for device in dict.fromkeys(p.device for p in placements):
+            if self.executors[device].dead:
+                raise WorkerDiedError(f"device {device} is down: {self.executors[device].dead}")
         need = {d: Counter(slots_per_stream(self.model, placements, d)) for d in self.executors}
         with self._lock:
             for d, wanted in need.items():
@@ -146,43 +166,34 @@ class Engine:
                     )
             for d, wanted in need.items():
                 self._free_state[d].subtract(wanted)
-        for executor in self.executors.values():
-            executor.open_stream(stream.id, placements)
+            stream = Stream(self, next(self._ids), name, seed)
+            self._open[stream.id] = stream
+            for executor in self.executors.values():
+                executor.open_stream(stream.id, name)
         return stream
 
     def close(self) -> None:
-        """Stop all executors. Chunks in the queue fail with StreamClosedError."""
+        """Stop all devices. Chunks that are not finished fail with StreamClosedError."""
+        self._closed = True
         for executor in self.executors.values():
             executor.close()
-        if self._finisher.is_alive():
-            self._done.put(None)
-            self._finisher.join()
+        if self._fleet is not None:
+            self._fleet.close()
+        self._finisher.close()
+        for pending in list(self._pending.values()):
+            self._fail(pending.flow, StreamClosedError("the engine was closed"))
 
-    def _submit(
-        self,
-        stream: Stream,
-        inputs: Mapping[str, np.ndarray],
-        lengths: Mapping[str, int],
-        seed: int,
-        deadline_s: float,
-    ) -> Future[Chunk]:
-        placements = self.plan.placements(stream.stream_class)
-        executor = self.executors[placements[0].device]
-        packed = executor.arenas.layout.pack(inputs, pin=executor.device.type == "cuda")
+    def _submit(self, stream: Stream, flow: Flow, inputs: Mapping[str, np.ndarray]) -> Future[Chunk]:
+        executor = self.executors[flow.placements[0].device]
+        flow.packed = executor.pack(inputs)
         future: Future[Chunk] = Future()
-        flow = Flow(
-            stream.id,
-            stream.submitted,
-            placements,
-            seed=seed,
-            submitted_s=self.now_s,
-            deadline_s=deadline_s,
-            lengths=dict(lengths),
-            versions=dict(stream.versions),
-            packed=packed,
-        )
         with self._lock:
-            self._futures[flow] = future
+            self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)
+            # Where chunks hand state on, more of them in flight than the plan says would only fill queues.
+            if self.model.state and stream.in_flight >= self.plan.credit(stream.stream_class):
+                stream.held.append(flow)
+                return future
+            stream.in_flight += 1
         executor.offer(flow)
         return future
 
@@ -195,6 +206,13 @@ class Engine:
             executor.set_condition(stream.id, name, version, value)
 
     def _close_stream(self, stream: Stream) -> None:
+        with self._lock:
+            if self._open.pop(stream.id, None) is None:
+                return
+            held = list(stream.held)
+            stream.held.clear()
+        for flow in held:
+            self._fail(flow, StreamClosedError("the stream was closed"))
         placements = self.plan.placements(stream.stream_class)
         for name, executor in self.executors.items():
             slots = slots_per_stream(self.model, placements, name)
@@ -204,50 +222,65 @@ class Engine:
         with self._lock:
             self._free_state[device].update(slots)
 
-    def _depart(self, flows: Sequence[Flow], values: Mapping[str, Tensor]) -> None:
-        ahead = [f for f in flows if f.at < len(f.placements)]
-        for flow in ahead:
-            i = flows.index(flow)
-            flow.values = {name: rows[i] for name, rows in values.items()}
-            self.executors[flow.placement.device].offer(flow)
-        if len(ahead) == len(flows):
-            return
-        host = {name: _to_host(values[name]) for name in self.model.route.outputs}
-        device = next(iter(values.values())).device
-        self._done.put(([f for f in flows if f not in ahead], host, Stamp(device)))
+    def _passed(self, flow: Flow, passage: Passage) -> None:
+        self._heard(flow.key, passage)
 
-    def _finish(self) -> None:
-        while (item := self._done.get()) is not None:
-            flows, host, stamp = item
-            stamp.wait()
-            for i, flow in enumerate(flows):
-                future = self._take(flow)
-                if future is not None and future.set_running_or_notify_cancel():
-                    outputs = {name: rows[i].numpy().copy() for name, rows in host.items()}
-                    future.set_result(self._chunk(flow, outputs, stamp))
-
-    def _chunk(self, flow: Flow, outputs: Mapping[str, np.ndarray], stamp: Stamp) -> Chunk:
-        stage_ms: dict[str, float] = {}
-        batches: dict[str, int] = {}
-        for name, begin, end, batch in flow.spans:
-            stage_ms[name] = stage_ms.get(name, 0.0) + end.ms_since(begin)
-            batches[name] = max(batches.get(name, 0), batch)
-        queue_ms = (flow.started_s - flow.submitted_s) * 1e3
-        run_ms = stamp.ms_since(flow.spans[0][1])
-        return Chunk(flow.stream, flow.chunk, outputs, self.plan.mode, queue_ms, run_ms, stage_ms, batches)
-
-    def _take(self, flow: Flow) -> Future[Chunk] | None:
+    def _heard(self, key: tuple[int, int], passage: Passage) -> None:
         with self._lock:
-            return self._futures.pop(flow, None)
+            pending = self._pending.get(key)
+            if pending is None or not pending.add(passage):
+                return
+        self._settle(pending.flow)
+        if pending.future.set_running_or_notify_cancel():
+            pending.future.set_result(pending.chunk())
+
+    def _failed(self, key: tuple[int, int], error: Exception) -> None:
+        pending = self._pending.get(key)
+        if pending is not None:
+            self._fail(pending.flow, error)
 
     def _fail(self, flow: Flow, error: Exception) -> None:
-        future = self._take(flow)
-        if future is not None and future.set_running_or_notify_cancel():
-            future.set_exception(error)
+        pending = self._settle(flow)
+        if pending is None:
+            return
+        if pending.future.set_running_or_notify_cancel():
+            pending.future.set_exception(error)
+        stream = pending.stream
+        if self.model.state and not (stream.closed or stream.lost or self._closed):
+            # What follows would read state that this chunk never wrote.
+            self._lose(stream, f"chunk {flow.chunk} of the stream failed: {error}", type(error))
+
+    def _settle(self, flow: Flow) -> Pending | None:
+        """Take a chunk off the books and let the next held one of its stream in."""
+        with self._lock:
+            pending = self._pending.pop(flow.key, None)
+            if pending is None:
+                return None
+            stream = pending.stream
+            if flow in stream.held:
+                stream.held.remove(flow)
+                return pending
+            stream.in_flight -= 1
+            following = stream.held.popleft() if stream.held else None
+            stream.in_flight += following is not None
+        if following is not None:
+            self.executors[following.placement.device].offer(following)
+        return pending
+
+    def _died(self, device: str, reason: str) -> None:
+        """Fail the streams that had state or chunks on a device; the others go on."""
+        with self._lock:
+            hit = [s for s in self._open.values() if any(p.device == device for p in self.plan.placements(s.stream_class))]
+        for stream in hit if self.model.state or self._fleet else ():
+            self._lose(stream, f"device {device} is down: {reason}")
+
+    def _lose(self, stream: Stream, reason: str, kind: type[Exception] = WorkerDiedError) -> None:
+        stream.lost = reason
+        with self._lock:
+            left = [p.flow for p in self._pending.values() if p.stream is stream]
+        for flow in left:
+            self._fail(flow, WorkerDiedError(reason) if kind is WorkerDiedError else StreamClosedError(reason))
+        self._close_stream(stream)
 
 
-def _to_host(rows: Tensor) -> Tensor:
-    if rows.device.type == "cpu":
-        return rows
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    return host.copy_(rows, non_blocking=True)
+__all__ = ["MAIN", "Engine", "Stream"]

@@ -7,32 +7,46 @@ and departs with the values that live on: to the next device, or to the host whe
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.core.errors import RefusedError, StreamClosedError, WorkerDiedError
+from stretto.core.errors import DeadlineError, RefusedError, StreamClosedError, SupersededError, WorkerDiedError
 from stretto.core.model import Model, Row
-from stretto.core.plan import Placement, Plan
+from stretto.core.plan import Plan
+from stretto.core.route import Segment
+from stretto.parallel.link import Values
+from stretto.parallel.order import Mark, hold_for_current_stream
+from stretto.runtime.costs import Served, measure, progress
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import arenas_for
 from stretto.runtime.program import Graphs, Member, Program, batch_buckets
 from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
+from stretto.runtime.ways import MAIN, OnRoute, Placements, Ways, ways_of
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 
 log = logging.getLogger(__name__)
 
+LOOKS_AHEAD = ("deadline_limited",)
+"""Dispatch policies that hold costs against deadlines."""
+_REFUSALS: Mapping[str, type[RefusedError]] = {"deadline": DeadlineError, "superseded": SupersededError}
 _AHEAD = 2  # launches queued on the device before the host waits for the oldest
 
 
 Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
-"""Takes chunks that leave the device together, and their values as [B, ...] on the device; called on its thread."""
+"""Takes chunks that leave from one place of one route, and their values as [B, ...] on the device; on its thread."""
 Fail = Callable[[Flow, Exception], None]
+Kind = tuple[str, tuple[str, ...]]
+"""What tasks must have in common to share a batch: their route, and the stages they run."""
 
 
 class Executor:
@@ -48,49 +62,73 @@ class Executor:
         streams: int = 1,
         depart: Depart,
         fail: Fail,
+        died: Callable[[str, str], None] | None = None,
+        ways: Ways | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = device_name
         self.device = torch.device(device_name if device_name.startswith("cuda") else "cpu")
-        self._model, self._plan = model, plan
-        self._depart, self._fail, self._clock = depart, fail, clock
+        self._plan = plan
+        self._depart, self._fail, self._died, self._clock = depart, fail, died, clock
+        self._stateless = not model.state and not model.conditions
+        self._ways = ways = ways or ways_of(model, plan)
+        self._on = {name: model if name == MAIN else OnRoute(model, route) for name, route in ways.routes.items()}
         self._policy: DispatchPolicy = policy(plan.dispatch)
         cap = plan.batch_cap(device_name)
         self._limits = Limits(batch_cap=cap)
-        self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams)
-        self.graphs = Graphs() if plan.mode == "graph" else None
-        self._programs: dict[tuple[str, ...], Program] = {}
-        for placements in plan.classes.values():
-            for p in placements:
-                signature = model.route.signature(p.segment)
-                if p.device == device_name and signature not in self._programs:
-                    self._programs[signature] = Program(
-                        model,
-                        p.segment,
-                        self.arenas,
-                        mode=plan.mode,
-                        batch_buckets=plan.shapes.get("batch") or batch_buckets(cap),
-                        graphs=self.graphs,
-                        shapes=plan.shapes,
-                    )
-        self._kinds = {signature: i for i, signature in enumerate(self._programs)}
-        self._residents = Residents(model, device_name, self.arenas.state_slots)
+        self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams, ways=ways)
+        self.graphs = Graphs(self.device) if plan.mode == "graph" else None
+        self._programs: dict[Kind, Program] = {}
+        for name, p in ways.on(device_name):
+            kind = self._kind(name, p.segment)
+            if kind not in self._programs:
+                self._programs[kind] = Program(
+                    self._on[name],
+                    p.segment,
+                    self.arenas,
+                    mode=plan.mode,
+                    batch_buckets=plan.shapes.get("batch") or batch_buckets(cap),
+                    graphs=self.graphs,
+                    shapes=plan.shapes,
+                )
+        self._kinds = {kind: i for i, kind in enumerate(self._programs)}
+        self._residents = Residents(model, device_name, self.arenas.state_slots, ways)
+        self._served = Served()
+        self._ahead_of: dict[Placements, list[tuple[float, float]]] = {}
         self._wake = threading.Condition()
         self._mail: deque[Callable[[], None]] = deque()
         self._waiting: list[Flow] = []
         self._running: Sequence[Flow] = ()
-        self._arrived = 0
+        self._arrived = self._launches = 0
         self._keys: dict[Flow, int] = {}
         self._outstanding: deque[Stamp] = deque()
         self._stopping = False
         self.dead: str | None = None
         self._thread = threading.Thread(target=self._loop, name=f"executor {device_name}", daemon=True)
 
+    def _kind(self, route: str, segment: Segment) -> Kind:
+        return route, self._on[route].route.signature(segment)
+
     def warm(self) -> None:
         """Capture every graph the plan can need. Synchronises the device; call before `start`."""
         with torch.inference_mode(), self._on_device():
             for program in self._programs.values():
                 program.capture()
+            # Only what keeps nothing between chunks can run for the sake of measuring.
+            if self._plan.dispatch in LOOKS_AHEAD and self._stateless:
+                self._limits = replace(self._limits, costs=self._measured())
+
+    def _measured(self) -> dict[int, tuple[float, ...]]:
+        first: dict[Kind, int] = {}
+        for name, p in self._ways.on(self.name):
+            first.setdefault(self._kind(name, p.segment), p.segment.start)
+        cap = self._limits.batch_cap
+        return {self._kinds[k]: measure(p, first[k], self.device, cap) for k, p in self._programs.items()}
+
+    @property
+    def costs(self) -> Mapping[tuple[str, ...], Sequence[float]]:
+        """Stages that run as one task -> measured seconds of a batch of 1, 2, ... of them; empty before `warm`."""
+        return {kind[1]: self._limits.costs[k] for kind, k in self._kinds.items() if k in self._limits.costs}
 
     def start(self) -> None:
         self._thread.start()
@@ -107,9 +145,9 @@ class Executor:
             self._fail(flow, StreamClosedError("the engine was closed"))
         self._waiting.clear()
 
-    def open_stream(self, stream: int, placements: tuple[Placement, ...]) -> None:
+    def open_stream(self, stream: int, stream_class: str) -> None:
         """Make room for a stream's state here. The caller has checked that there is some."""
-        self._post(lambda: self._residents.open(stream, placements))
+        self._post(lambda: self._residents.open(stream, stream_class))
 
     def close_stream(self, stream: int, closed: Callable[[], None]) -> None:
         """Drop the stream's chunks that are here and free its state, then call `closed`.
@@ -119,6 +157,7 @@ class Executor:
 
         def close() -> None:
             self._drop(stream)
+            self._served.forget(stream)
             self._residents.close(stream)
             closed()
 
@@ -134,6 +173,11 @@ class Executor:
         if not self._post(lambda: self._enqueue(flow)):
             self._fail(flow, self._death())
 
+    def receive(self, flow: Flow, values: Values, there: Mark) -> None:
+        """Take a chunk off a link, with the values that came with it."""
+        flow.values, flow.there = values, there
+        self.offer(flow)
+
     def _post(self, action: Callable[[], None]) -> bool:
         with self._wake:
             if self.dead is not None:
@@ -142,9 +186,31 @@ class Executor:
             self._wake.notify()
             return True
 
+    def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
+        """Pack the inputs of a chunk that starts here.
+
+        Raises:
+            FieldError: if an input is missing, unknown, or of another shape or dtype.
+        """
+        return self.arenas.layout.pack(inputs, pin=self.device.type == "cuda")
+
     @property
     def queue_depth(self) -> int:
         return len(self._mail) + len(self._waiting)
+
+    @property
+    def captures(self) -> int:
+        return self.graphs.captures if self.graphs else 0
+
+    @property
+    def launches(self) -> int:
+        """Batches that have been handed to the device so far."""
+        return self._launches
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is being handed to the device now."""
+        return bool(self._running)
 
     def _on_device(self) -> torch.cuda.device:
         return torch.cuda.device(self.device if self.device.type == "cuda" else -1)
@@ -163,6 +229,8 @@ class Executor:
             for flow in [*self._waiting, *self._running]:
                 self._fail(flow, self._death())
             self._waiting.clear()
+            if self._died is not None:
+                self._died(self.name, self.dead)
 
     def _death(self) -> WorkerDiedError:
         return WorkerDiedError(f"device {self.name} is down: {self.dead}")
@@ -208,7 +276,7 @@ class Executor:
         free = self.arenas.slots.free
         ready = []
         for flow in self._waiting:
-            if not self._residents.may_run(flow.stream, flow.chunk, flow.at, flow.versions):
+            if not self._residents.may_run(flow):
                 continue
             if flow.slot:
                 ready.append(flow)
@@ -224,40 +292,67 @@ class Executor:
         by_key = {self._keys[f]: f for f in ready}
         decision = self._policy(self._clock(), [self._seen(f) for f in ready], self._limits)
         for refusal in decision.refuse:
-            self._refuse(by_key[refusal.key], refusal.reason)
+            self._refuse(by_key[refusal.key], refusal.reason, refusal.text)
         batch = [by_key[key] for key in decision.run]
         if batch:
             self._running = batch
             self._launch(batch)
             self._running = ()
 
-    def _refuse(self, flow: Flow, reason: str) -> None:
+    def _refuse(self, flow: Flow, reason: str, text: str) -> None:
         self._waiting.remove(flow)
         self._release(flow)
-        self._fail(flow, RefusedError(reason, "the dispatch policy dropped the task"))
+        kind = _REFUSALS.get(reason, RefusedError)
+        self._fail(flow, kind(reason, text or "the dispatch policy dropped the task"))
 
     def _seen(self, flow: Flow) -> Waiting:
-        kind = self._kinds[self._model.route.signature(flow.placement.segment)]
-        return Waiting(self._keys[flow], kind, flow.ready_s, flow.submitted_s, flow.deadline_s, flow.stream, flow.chunk)
+        share, left_s = self._progress(flow)
+        return Waiting(
+            key=self._keys[flow],
+            kind=self._kinds[self._kind(flow.route, flow.placement.segment)],
+            ready_s=flow.ready_s,
+            submitted_s=flow.submitted_s,
+            deadline_s=flow.deadline_s,
+            stream=flow.stream,
+            chunk=flow.chunk,
+            progress=share,
+            remaining_s=left_s,
+            started=flow.started_s < math.inf,
+            served_s=self._served.of(flow.stream, self._clock()),
+        )
+
+    def _progress(self, flow: Flow) -> tuple[float, float]:
+        known = self._ahead_of.get(flow.placements)
+        if known is None:
+            seconds = [
+                self._limits.seconds(self._kinds[self._kind(flow.route, p.segment)], 1) if p.device == self.name else 0.0
+                for p in flow.placements
+            ]
+            known = self._ahead_of[flow.placements] = progress(self._on[flow.route].route, flow.placements, seconds)
+        return known[flow.at]
 
     def _launch(self, batch: Sequence[Flow]) -> None:
         if len(self._outstanding) >= _AHEAD:
             self._outstanding.popleft().wait()
-        signature = self._model.route.signature(batch[0].placement.segment)
+        kind = self._kind(batch[0].route, batch[0].placement.segment)
         for flow in batch:
             self._waiting.remove(flow)
             if not flow.slot:
                 self._settle(flow)
         lengths = {axis: max(f.lengths[axis] for f in batch) for axis in batch[0].lengths}
         begin = Stamp(self.device)
-        self._programs[signature].launch([self._member(f) for f in batch], lengths)
+        ran = self._programs[kind].launch([self._member(f) for f in batch], lengths)
         for flow in batch:
             last = all(p.device != self.name for p in flow.placements[flow.at + 1 :])
-            self._residents.pass_by(flow.stream, flow.chunk, flow.at, flow.versions, last=last)
+            self._residents.pass_by(flow, last=last)
         end = Stamp(self.device)
         self._outstanding.append(end)
+        self._launches += 1
+        share_s = self._limits.seconds(self._kinds[kind], len(batch)) / len(batch)
         for flow in batch:
-            flow.spans.append(("+".join(dict.fromkeys(signature)), begin, end, len(batch)))
+            self._served.add(flow.stream, share_s, self._clock())
+            flow.spans.append(("+".join(dict.fromkeys(kind[1])), begin, end, len(batch)))
+            flow.ran_eagerly |= ran.mode == "eager"
         self._move_on(batch)
 
     def _settle(self, flow: Flow) -> None:
@@ -267,14 +362,18 @@ class Executor:
         if flow.packed is not None:
             self.arenas.load(flow.slot, flow.packed)
             flow.packed = None
+        if flow.there is not None:
+            flow.there.wait()
         for name, value in (flow.values or {}).items():
             self.arenas[name][flow.slot].copy_(value, non_blocking=True)
-        flow.values = None
+        if flow.there is not None:
+            hold_for_current_stream((flow.values or {}).values())
+        flow.values = flow.there = None
 
     def _member(self, flow: Flow) -> Member:
         segment = flow.placement.segment
         row = Row(flow.stream, flow.chunk, 0, flow.slot, seed=flow.seed)
-        state_slots = self._residents.slots(flow.stream, segment)
+        state_slots = self._residents.slots(flow.stream, segment, self._on[flow.route])
         return Member(row, segment.start, state_slots, self._residents.conditions(flow.stream, flow.versions))
 
     def _move_on(self, batch: Sequence[Flow]) -> None:
@@ -286,11 +385,19 @@ class Executor:
                 self._waiting.append(flow)
             else:
                 leaving.append(flow)
-        if not leaving:
-            return
-        cut = leaving[0].placements[leaving[0].at - 1].segment.stop
-        slots = torch.tensor([f.slot for f in leaving], dtype=torch.int64).to(self.device, non_blocking=True)
-        rows = {name: self.arenas[name].index_select(0, slots) for name in self._model.route.crossing(cut)}
-        for flow in leaving:
+        for _, group in groupby(sorted(leaving, key=_place), key=_place):
+            self._leave(list(group))
+
+    def _leave(self, flows: Sequence[Flow]) -> None:
+        """Let chunks go that leave from one place of one route."""
+        cut = flows[0].placements[flows[0].at - 1].segment.stop
+        slots = torch.tensor([f.slot for f in flows], dtype=torch.int64).to(self.device, non_blocking=True)
+        route = self._on[flows[0].route].route
+        rows = {name: self.arenas[name].index_select(0, slots) for name in route.crossing(cut)}
+        for flow in flows:
             self._release(flow)
-        self._depart(leaving, rows)
+        self._depart(flows, rows)
+
+
+def _place(flow: Flow) -> tuple[str, str, int]:
+    return flow.route, flow.stream_class, flow.at

@@ -6,24 +6,26 @@ from collections.abc import Mapping
 
 import torch
 
-from stretto.core.model import Model
+from stretto.core.model import CapturesByRows, Model
 from stretto.core.plan import Placement, Plan
 from stretto.core.route import TensorSpec
-from stretto.runtime.arena import Arenas
+from stretto.runtime.arena import Arenas, InputLayout
 from stretto.runtime.residents import state_keys
+from stretto.runtime.ways import Ways, ways_of
 
 
 def placed_on(plan: Plan, device: str) -> list[Placement]:
     return [p for placements in plan.classes.values() for p in placements if p.device == device]
 
 
-def values_on(model: Model, plan: Plan, device: str) -> set[str]:
+def values_on(ways: Ways, device: str) -> set[str]:
     """Return the values that some chunk reads, writes, brings or takes away on a device."""
     names: set[str] = set()
-    for p in placed_on(plan, device):
-        names.update(model.route.crossing(p.segment.start), model.route.crossing(p.segment.stop))
-        for visit in model.route.on(p.segment):
-            spec = model.route.stages[visit.stage]
+    for name, p in ways.on(device):
+        route = ways.routes[name]
+        names.update(route.crossing(p.segment.start), route.crossing(p.segment.stop))
+        for visit in route.on(p.segment):
+            spec = route.stages[visit.stage]
             names.update(spec.reads, spec.writes)
     return names
 
@@ -37,6 +39,12 @@ def state_on(model: Model, plan: Plan, device: str) -> dict[str, dict[str, Tenso
             for name in model.route.stages[visit.stage].state if key else ():
                 pools.setdefault(key.pool, {})[name] = model.state[name]  # type: ignore[union-attr]
     return pools
+
+
+def unpadded(model: Model, pools: Mapping[str, Mapping[str, TensorSpec]]) -> set[str]:
+    """Return the pools that no padded row touches: all stages that use them capture by their rows, and are never padded."""
+    padded = {n for s in model.stages.values() if not isinstance(s, CapturesByRows) for n in s.spec.state}
+    return {pool for pool, tensors in pools.items() if not padded & set(tensors)}
 
 
 def slots_per_stream(model: Model, placements: tuple[Placement, ...], device: str) -> dict[str, int]:
@@ -56,11 +64,19 @@ def state_slots(model: Model, plan: Plan, device: str, streams: int) -> Mapping[
     return counts
 
 
-def arenas_for(model: Model, plan: Plan, name: str, device: torch.device, *, slots: int, streams: int) -> Arenas:
+def inputs_on(model: Model, ways: Ways, device: str) -> InputLayout:
+    """Return how a device packs the inputs of chunks that start there."""
+    starts = any(p.segment.start == 0 for _, p in ways.on(device))
+    return InputLayout.of({n: model.values[n] for n in model.route.inputs} if starts else {})
+
+
+def arenas_for(
+    model: Model, plan: Plan, name: str, device: torch.device, *, slots: int, streams: int, ways: Ways | None = None
+) -> Arenas:
     """Allocate a device's share of a plan: `slots` chunks at a time, state for `streams` streams."""
-    here = values_on(model, plan, name)
-    starts = any(p.segment.start == 0 for p in placed_on(plan, name))
-    inputs = {n: model.values[n] for n in model.route.inputs} if starts else {}
-    values = {n: model.values[n] for n in sorted(here) if n not in inputs}
+    ways = ways or ways_of(model, plan)
+    inputs = inputs_on(model, ways, name).specs
+    values = {n: model.values[n] for n in sorted(values_on(ways, name)) if n not in inputs}
     counts = state_slots(model, plan, name, streams)
-    return Arenas(inputs, values, state_on(model, plan, name), device=device, slots=slots, state_slots=counts)
+    state = state_on(model, plan, name)
+    return Arenas(inputs, values, state, device=device, slots=slots, state_slots=counts, unpadded=unpadded(model, state))

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from stretto.core.errors import PlanError
 from stretto.core.model import Model, StateKey
-from stretto.core.plan import Placement
 from stretto.core.route import Segment
 from stretto.runtime.arena import SlotPool
-
-Placements = tuple[Placement, ...]
+from stretto.runtime.flow import Flow
+from stretto.runtime.ways import Placements, Ways
 
 
 def state_keys(model: Model, placements: Placements, device: str) -> tuple[StateKey, ...]:
@@ -22,29 +21,48 @@ def state_keys(model: Model, placements: Placements, device: str) -> tuple[State
     return tuple(dict.fromkeys(key for v in visits if (key := model.state_key(v)) is not None))
 
 
-def predecessors(model: Model, placements: Placements) -> tuple[int | None, ...]:
-    """Return, for each placement, the placement that the previous chunk must have passed; None where it waits for nothing.
+@dataclass(frozen=True)
+class Baton:
+    """State that chunks hand on: where on each route a chunk must have it, and where it lets it go."""
+
+    waits: frozenset[tuple[str, int]]
+    """(route, placement) that cannot begin before the chunk has the state from its predecessor."""
+    leaves: frozenset[tuple[str, int]]
+    """(route, placement) after which the successor may have it."""
+    routes: frozenset[str]
+    """Routes that use the state; a chunk on another route is not in the sequence."""
+
+
+def batons(model: Model, ways: Mapping[str, Placements], routes: Ways) -> tuple[Baton, ...]:
+    """Return what the chunks of a stream hand on. State that always changes hands together is one baton.
 
     Raises:
         PlanError: if state would have to be on two devices.
     """
-    place = {v: i for i, p in enumerate(placements) for v in model.route.on(p.segment)}
-    found: list[int | None] = []
-    for i, placement in enumerate(placements):
-        last: int | None = None
-        for visit in model.route.on(placement.segment):
+    waits: dict[tuple[str, StateKey | None], set[tuple[str, int]]] = {}
+    leaves: dict[tuple[str, StateKey | None], set[tuple[str, int]]] = {}
+    for name, placements in ways.items():
+        route = routes.routes[name]
+        place = {v: i for i, p in enumerate(placements) for v in route.on(p.segment)}
+        for visit, i in place.items():
             carry = model.carry(visit)
             if carry is None:
                 continue
-            if placements[place[carry]].device != placement.device:
+            if placements[place[carry]].device != placements[i].device:
                 raise PlanError(
                     f"placements[{i}].device",
-                    got=f"{visit} on {placement.device}, {carry} on {placements[place[carry]].device}",
+                    got=f"{visit} on {placements[i].device}, {carry} on {placements[place[carry]].device}",
                     expected="both on one device, since they share state and state never moves",
                 )
-            last = max(place[carry], i if last is None else last)
-        found.append(last)
-    return tuple(found)
+            token = visit.stage, model.state_key(visit)
+            waits.setdefault(token, set()).add((name, i))
+            leaves.setdefault(token, set()).add((name, place[carry]))
+    return tuple(
+        dict.fromkeys(
+            Baton(frozenset(waits[token]), frozenset(leaves[token]), frozenset(name for name, _ in waits[token]))
+            for token in waits
+        )
+    )
 
 
 @dataclass
@@ -52,9 +70,9 @@ class Resident:
     """One stream as one device knows it."""
 
     slots: Mapping[StateKey, int]
-    waits: tuple[int | None, ...]
-    passed: dict[int, int] = field(default_factory=dict)
-    """Placement index -> the last chunk that was launched there."""
+    batons: tuple[Baton, ...]
+    passed: list[int]
+    """For each baton, how many chunks have let it go."""
     conditions: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(name, version) -> tensor on the device."""
 
@@ -62,22 +80,24 @@ class Resident:
 class Residents:
     """All streams of one device."""
 
-    def __init__(self, model: Model, device: str, pools: Mapping[str, SlotPool]) -> None:
-        self._model, self._device, self._pools = model, device, pools
+    def __init__(self, model: Model, device: str, pools: Mapping[str, SlotPool], ways: Ways) -> None:
+        self._model, self._device, self._pools, self._ways = model, device, pools, ways
+        self._batons = {name: batons(model, placed, ways) for name, placed in ways.placed.items()}
+        self._keys = {name: state_keys(model, placed["main"], device) for name, placed in ways.placed.items()}
         self._streams: dict[int, Resident] = {}
 
     def __contains__(self, stream: int) -> bool:
         return stream in self._streams
 
-    def open(self, stream: int, placements: Placements) -> None:
+    def open(self, stream: int, stream_class: str) -> None:
         """Take state slots for a stream.
 
         Raises:
             CapacityError: if not enough are free.
         """
-        keys = state_keys(self._model, placements, self._device)
-        slots = {key: self._pools[key.pool].take() for key in keys}
-        self._streams[stream] = Resident(slots, predecessors(self._model, placements))
+        slots = {key: self._pools[key.pool].take() for key in self._keys[stream_class]}
+        handed = self._batons[stream_class]
+        self._streams[stream] = Resident(slots, handed, [0] * len(handed))
 
     def close(self, stream: int) -> None:
         resident = self._streams.pop(stream, None)
@@ -89,25 +109,27 @@ class Residents:
         if stream in self._streams:
             self._streams[stream].conditions[name, version] = tensor
 
-    def may_run(self, stream: int, chunk: int, placement: int, versions: Mapping[str, int]) -> bool:
-        """Tell whether it is this chunk's turn at a placement and its conditions have arrived."""
-        resident = self._streams[stream]
-        before = resident.waits[placement]
-        its_turn = before is None or resident.passed.get(before, -1) >= chunk - 1
-        return its_turn and all(v in resident.conditions for v in versions.items())
+    def may_run(self, flow: Flow) -> bool:
+        """Tell whether it is this chunk's turn where it stands and its conditions have arrived."""
+        resident, here = self._streams[flow.stream], (flow.route, flow.at)
+        for baton, passed in zip(resident.batons, resident.passed, strict=True):
+            if here in baton.waits and passed < sum(flow.before.get(route, 0) for route in baton.routes):
+                return False
+        return all(v in resident.conditions for v in flow.versions.items())
 
-    def pass_by(self, stream: int, chunk: int, placement: int, versions: Mapping[str, int], *, last: bool) -> None:
-        """Note that a chunk was launched at a placement; on its last one here, drop conditions that no later chunk uses."""
-        resident = self._streams[stream]
-        resident.passed[placement] = chunk
+    def pass_by(self, flow: Flow, *, last: bool) -> None:
+        """Note that a chunk was launched where it stands; on its last placement here, drop conditions no later one uses."""
+        resident, here = self._streams[flow.stream], (flow.route, flow.at)
+        for i, baton in enumerate(resident.batons):
+            resident.passed[i] += here in baton.leaves
         if last:
-            for name, version in [k for k in resident.conditions if k[1] < versions.get(k[0], 0)]:
+            for name, version in [k for k in resident.conditions if k[1] < flow.versions.get(k[0], 0)]:
                 del resident.conditions[name, version]
 
-    def slots(self, stream: int, segment: Segment) -> tuple[int, ...]:
-        """Return the state slot of every visit of a segment; 0 where a visit keeps none."""
+    def slots(self, stream: int, segment: Segment, model: Model) -> tuple[int, ...]:
+        """Return the state slot of every visit of a segment of the model's route; 0 where a visit keeps none."""
         slots = self._streams[stream].slots
-        keys = [self._model.state_key(v) for v in self._model.route.on(segment)]
+        keys = [model.state_key(v) for v in model.route.on(segment)]
         return tuple(0 if key is None else slots[key] for key in keys)
 
     def conditions(self, stream: int, versions: Mapping[str, int]) -> dict[str, tuple[int, Tensor]]:

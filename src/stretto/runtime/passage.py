@@ -1,0 +1,116 @@
+"""What happens to chunks that leave a device: values go on to the next one, outputs to the host, times to whoever asks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.parallel.link import Link
+from stretto.runtime.flow import Flow
+from stretto.runtime.timing import Stamp
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a device says of a chunk that has left it."""
+
+    spans: tuple[tuple[str, float, int, str], ...]
+    """Stages that ran together, their device time in ms, the batch they ran in, and the device."""
+    started_s: float
+    """When the chunk was first launched anywhere."""
+    run_ms: float = 0.0
+    ran_eagerly: bool = False
+    outputs: Mapping[str, np.ndarray] | None = None
+    """Where the route is done: every output, owned by the receiver."""
+
+
+Passed = Callable[[Flow, Passage], None]
+
+
+class Finisher:
+    """Waits for the device on a thread of its own, so that the executor need not."""
+
+    def __init__(self, passed: Passed, clock: Callable[[], float] = time.monotonic) -> None:
+        self._passed, self._clock = passed, clock
+        self._queue: queue.SimpleQueue[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, flows: Sequence[Flow], outputs: Mapping[str, Tensor] | None, stamp: Stamp) -> None:
+        self._queue.put((flows, outputs, stamp))
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            flows, outputs, stamp = item
+            stamp.wait()
+            for i, flow in enumerate(flows):
+                mine = None if outputs is None else {name: rows[i].numpy().copy() for name, rows in outputs.items()}
+                self._passed(flow, self._passage(flow, mine, stamp))
+
+    def _passage(self, flow: Flow, outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> Passage:
+        devices = [p.device for p in flow.placements[flow.at - len(flow.spans) : flow.at]]
+        spans = tuple(
+            (name, end.ms_since(begin), batch, device)
+            for (name, begin, end, batch), device in zip(flow.spans, devices, strict=True)
+        )
+        alone = len({p.device for p in flow.placements}) == 1
+        run_ms = stamp.ms_since(flow.spans[0][1]) if alone else (self._clock() - flow.started_s) * 1e3
+        return Passage(spans, flow.started_s, run_ms, flow.ran_eagerly, outputs)
+
+
+class Courier:
+    """Takes chunks from an executor to where they go next."""
+
+    def __init__(
+        self,
+        outputs: Mapping[str, Sequence[str]],
+        links: Mapping[str, Link],
+        finisher: Finisher,
+        *,
+        names: Callable[[Flow], object] = lambda flow: flow,
+        every_device: bool = False,
+    ) -> None:
+        """Make one.
+
+        Args:
+            outputs: route -> its outputs. `links`: device -> the link to it.
+            names: what goes over a link as the header of a chunk.
+            every_device: tell of every chunk that leaves, not only of those whose route is done.
+        """
+        self._outputs, self._links, self._finisher = outputs, links, finisher
+        self._names, self._every_device = names, every_device
+
+    def depart(self, flows: Sequence[Flow], values: Mapping[str, Tensor]) -> None:
+        """Send on chunks that stand at the same place of one route. Called on the executor's thread; does not block."""
+        stamp = Stamp(next(iter(values.values())).device)
+        first = flows[0]
+        if first.at == len(first.placements):
+            self._finisher.put(flows, {name: _to_host(values[name]) for name in self._outputs[first.route]}, stamp)
+            return
+        link = self._links[first.placement.device]
+        for i, flow in enumerate(flows):
+            link.send(self._names(flow), {name: rows[i] for name, rows in values.items()})
+        if self._every_device:
+            self._finisher.put(flows, None, stamp)
+
+
+def _to_host(rows: Tensor) -> Tensor:
+    if rows.device.type == "cpu":
+        return rows
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    return host.copy_(rows, non_blocking=True)
