@@ -1,4 +1,4 @@
-"""Meta-World as an environment: ten table-top tasks of a Sawyer arm, with two small cameras.
+"""Meta-World as an environment: nine table-top tasks of a Sawyer arm, with two small cameras.
 
 What the policy sees is what a real arm would know: the two pictures, the gripper's position and how far it is open.
 Object and goal poses stay in the simulator; only the scripted expert reads them.
@@ -19,7 +19,6 @@ from stretto.evals.rendering import Renderer, camera_at, import_mujoco
 
 INSTRUCTIONS = MappingProxyType(
     {
-        "reach": "reach the red ball",
         "button-press-topdown": "press the button",
         "drawer-open": "open the drawer",
         "drawer-close": "close the drawer",
