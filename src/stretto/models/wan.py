@@ -9,6 +9,7 @@ Source: Wan2.1, Wan2.2, Self-Forcing (arXiv 2506.08009), CausVid (arXiv 2412.077
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -267,12 +268,13 @@ class WanModel:
                 stage.forget_prompts()
 
     def randomize(self, seed: int) -> None:
-        """Fill the model with random weights of sane scale, and refresh it."""
-        generator = torch.Generator(device=self.device).manual_seed(seed)
+        """Fill the model with random weights of sane scale, and refresh it. A share of a model gets what the whole has."""
+        generator = torch.Generator(device=self.device)
         with torch.no_grad():
             for name, parameter in self.net.named_parameters():
                 if parameter.is_meta:
                     continue
+                generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
                 if "norm" in name:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif parameter.dim() == 1:
