@@ -13,6 +13,7 @@ VERBS = {
     "serve": "serve a policy checkpoint to robots (openpi protocol, one port)",
     "world": "run or verify a streaming world model",
     "bench": "time a model at its true shapes, per stage",
+    "profile": "measure what each stage of a model costs here, for plans",
     "eval": "evaluate a policy in closed loop on simulated robots",
     "demo": "three simulated robots, one server, on this machine, now",
     "plan": "place streams on GPUs and say how many fit",

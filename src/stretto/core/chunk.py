@@ -29,3 +29,5 @@ class Chunk:
     """Device time by segment, named after its stages; visits of one stage are added up."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """Largest batch that each segment of this chunk ran in."""
+    device_ms: Mapping[str, float] = field(default_factory=dict)
+    """Device -> the chunk's share of its time, where each batch is shared out evenly; sums over chunks to the busy time."""

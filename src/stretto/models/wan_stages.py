@@ -89,7 +89,7 @@ class EmbedStage:
     """Latent patches to hidden tokens."""
 
     def __init__(self, net: WanNet) -> None:
-        self.net = net
+        self.net, self.modules = net, (net.patch_embedding,)
         self.spec = StageSpec("embed", reads=("x",), writes=("h",))
 
     def run(self, rows: Rows) -> None:
@@ -108,7 +108,7 @@ class BlockStage:
         self.net, self.clocks, self.config = net, clocks, net.config
         block = net.blocks[index]
         assert isinstance(block, Block)
-        self.block = block
+        self.block, self.modules = block, (block,)
         self.tracks = net.config.actions
         name = f"block.{index}"
         self.k, self.v, self.cross_k, self.cross_v = (f"{name}.{part}" for part in ("k", "v", "cross_k", "cross_v"))
@@ -207,6 +207,7 @@ class HeadStage:
 
     def __init__(self, net: WanNet, clocks: Clocks) -> None:
         self.net, self.clocks, self.config = net, clocks, net.config
+        self.modules = (net.head,)
         self.spec = StageSpec("head", reads=("h", "x", PLACE), writes=("x",))
         sigmas = [level.sigma for level in net.config.levels]
         # The last clean latent is the output: it goes on with a noise share of 0.

@@ -267,7 +267,7 @@ class DecodeStage:
     """Latents of finished chunks to frames; its caches stay with it, one set a stream."""
 
     def __init__(self, config: WanConfig, decoder: Decoder) -> None:
-        self.config, self.decoder = config, decoder
+        self.config, self.decoder, self.modules = config, decoder, (decoder.module,)
         specs = decoder.caches(*config.latent_shape[2:])
         self.state = {f"decode.{i}": spec for i, spec in enumerate(specs)}
         self.spec = StageSpec("decode", reads=("x",), writes=("frames",), state=tuple(self.state))

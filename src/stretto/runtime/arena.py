@@ -7,7 +7,7 @@ Inputs of the route share one packed byte row per slot, so that a request is one
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +27,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class SlotPool:
-    """Hands out slot indices 1..n, lowest first, so that a run is reproducible."""
+    """Hands out slot indices `first`, `first` + 1, ..., lowest first, so that a run is reproducible."""
 
-    def __init__(self, slots: int, what: str) -> None:
-        self._free = list(range(1, slots + 1))
+    def __init__(self, slots: int, what: str, first: int = 1) -> None:
+        self._free = list(range(first, slots + first))
         self._what = what
         self.size = slots
 
@@ -101,26 +101,30 @@ class Arenas:
         device: torch.device,
         slots: int,
         state_slots: Mapping[str, int] | None = None,
+        unpadded: Collection[str] = (),
     ) -> None:
         """Allocate everything.
 
         Args:
             inputs: route inputs, packed; `values`: all other values that this device sees.
             state: state tensors by the pool whose slots index them, with `state_slots` of each pool.
+            unpadded: pools that padded rows never touch. They have no slot to spare: a ring can be of many GB.
         """
         self.device = device
         self.slots = SlotPool(slots, "chunk slots")
         counts = state_slots or {}
-        self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots") for pool in state}
+        spare = {pool: int(pool not in unpadded) for pool in state}
+        self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots", spare[pool]) for pool in state}
         self.layout = InputLayout.of(inputs)
         self._packed = torch.zeros(slots + 1, self.layout.row_bytes, dtype=torch.uint8, device=device)
         self._tensors = {name: self._input_view(name) for name in inputs}
-        self._tensors |= {name: self._zeros(slots, spec) for name, spec in values.items()}
+        self._tensors |= {name: self._zeros(slots + 1, spec) for name, spec in values.items()}
         for pool, specs in state.items():
-            self._tensors |= {name: self._zeros(counts.get(pool, 0), spec) for name, spec in specs.items()}
+            rows = counts.get(pool, 0) + spare[pool]
+            self._tensors |= {name: self._zeros(rows, spec) for name, spec in specs.items()}
 
     def _zeros(self, slots: int, spec: TensorSpec) -> Tensor:
-        return torch.zeros((slots + 1, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
+        return torch.zeros((slots, *spec.shape), dtype=torch_dtype(spec.dtype), device=self.device)
 
     def _input_view(self, name: str) -> Tensor:
         spec, start = self.layout.specs[name], self.layout.offsets[name]

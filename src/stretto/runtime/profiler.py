@@ -16,9 +16,9 @@ from stretto.core.chunk import Chunk
 from stretto.core.model import Model, Row
 from stretto.core.plan import Mode, whole
 from stretto.core.route import Segment
-from stretto.runtime.arena import Arenas
+from stretto.runtime.arena import Arenas, torch_dtype
 from stretto.runtime.engine import Engine
-from stretto.runtime.layout import arenas_for
+from stretto.runtime.layout import state_on
 from stretto.runtime.program import Graphs, Member, Program
 from stretto.runtime.timing import Stamp
 
@@ -58,44 +58,72 @@ def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: 
 
 
 class Bench:
-    """One model on one device, with arenas that hold `SETS` input sets of a batch."""
+    """One model on one device, with arenas that hold `SETS` input sets of a batch and state for each of its rows.
 
-    def __init__(self, model: Model, device: torch.device, mode: Mode, batch: int) -> None:
-        self.model, self.device, self.mode, self.batch = model, device, mode, batch
+    Args:
+        chunk: which chunk of its stream every row is; late enough, and rings count as full.
+    """
+
+    def __init__(self, model: Model, device: torch.device, mode: Mode, batch: int, *, chunk: int = 0) -> None:
+        self.model, self.device, self.mode, self.batch, self.chunk = model, device, mode, batch, chunk
         plan = whole(model.route, str(device), batch_cap=batch, mode=mode)
-        self.arenas: Arenas = arenas_for(model, plan, str(device), device, slots=SETS * batch, streams=1)
+        inputs = {name: model.values[name] for name in model.route.inputs}
+        values = {name: spec for name, spec in model.values.items() if name not in inputs}
+        state = state_on(model, plan, str(device))
+        slots = dict.fromkeys(state, batch)
+        self.arenas = Arenas(inputs, values, state, device=device, slots=SETS * batch, state_slots=slots)
+        self._graphs = Graphs(device) if mode == "graph" else None
+        self._conditions = {
+            name: (0, torch.randn(spec.shape, device=device).to(torch_dtype(spec.dtype)))
+            for name, spec in model.conditions.items()
+        }
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
         """Fill the slots with `SETS * batch` rows of inputs."""
         for slot in range(1, SETS * self.batch + 1):
-            row = {name: value[slot - 1].numpy() for name, value in inputs.items()}
+            row = {name: value[slot - 1].cpu().numpy() for name, value in inputs.items()}
             self.arenas.load(slot, self.arenas.layout.pack(row, pin=False))
 
-    def members(self, turn: int, start: int) -> list[Member]:
-        first = 1 + (turn % SETS) * self.batch
-        return [Member(Row(0, 0, 0, slot), start) for slot in range(first, first + self.batch)]
+    def fill(self, seed: int) -> None:
+        """Fill every value between stages and all state with normal numbers: a chip draws less power on zeros."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        for name in sorted({*self.model.values, *self.model.state} - set(self.model.route.inputs)):
+            if self.arenas[name].dtype.is_floating_point:
+                self.arenas[name].normal_(generator=generator)
 
-    def segment(self, segment: Segment, lengths: Mapping[str, int], *, warmup: int, n: int, at: int | None = None) -> Times:
-        """Time one segment; `at` is the visit it stands for where several visits run the same stages."""
+    def members(self, turn: int, starts: Sequence[int], visits: int) -> list[Member]:
+        """Return the rows of one launch; row i stands at visit `starts[i % len(starts)]` and has state slot i + 1."""
+        first = 1 + (turn % SETS) * self.batch
+        return [
+            Member(
+                Row(i, self.chunk, 0, first + i),
+                starts[i % len(starts)],
+                (1 + i,) * visits if self.model.state else (),
+                self._conditions,
+            )
+            for i in range(self.batch)
+        ]
+
+    def segment(
+        self, segment: Segment, lengths: Mapping[str, int], *, warmup: int, n: int, starts: Sequence[int] = ()
+    ) -> Times:
+        """Time one segment; `starts` are the visits at which rows stand, where several segments run the same stages."""
         program = Program(
             self.model,
             segment,
             self.arenas,
             mode=self.mode,
             batch_buckets=(self.batch,),
-            graphs=Graphs(self.device) if self.mode == "graph" else None,
+            graphs=self._graphs,
             shapes={axis: (n,) for axis, n in lengths.items()},
         )
-        start = segment.start if at is None else at
-        with torch.inference_mode():
+
+        def run(turn: int) -> None:
+            program.launch(self.members(turn, starts or (segment.start,), len(segment)), lengths)
+
+        with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             program.capture()
-            return time_on_device(
-                lambda i: _ignore(program.launch(self.members(i, start), lengths)), self.device, warmup=warmup, n=n
-            )
-
-
-def _ignore(_: object) -> None:
-    return None
+            return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
 
 
 def stage_segments(model: Model) -> dict[str, tuple[Segment, int]]:

@@ -1,0 +1,219 @@
+"""Measures a model's stages on the device at hand into the profile that plans are made from.
+
+Numbered stages of one kind (`block.0`, `block.1`, ...) are alike, so a few stand for all: a segment of one and a segment
+of some are timed, the difference is the cost of a stage, and what is left of the first is the cost of a launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from stretto.core.model import Model
+from stretto.core.plan import Mode
+from stretto.core.route import Segment, Visit
+from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
+from stretto.deploy.models import build_preset
+from stretto.deploy.provenance import commit
+from stretto.deploy.worlds import NAMES, RandomWorld, config_of
+from stretto.models.wan_config import WanConfig
+from stretto.runtime.profiler import SETS, Bench
+from stretto.sched.costs import BatchCost
+from stretto.sched.hardware import CPU
+from stretto.sched.profile import Carry, Profile, Provenance, StageProfile, StateOf
+
+SAMPLE = 4  # blocks that stand for all
+Passes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    model: str
+    batches: tuple[int, ...] = (1, 2, 3, 4)
+    device: str = "auto"
+    dtype: str = "auto"
+    mode: str = "auto"
+    warmup: int = 3
+    n: int = 30
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Fields of the model's configuration, such as `frames_per_chunk`."""
+
+
+def profile_preset(options: ProfileOptions) -> Profile:
+    """Measure a preset with random weights at its true shapes; a world model is measured with full rings.
+
+    Raises:
+        ConfigError: if the model or one of its fields is unknown, or the device is not there.
+    """
+    device = resolve_device(options.device)
+    dtype, mode = resolve_dtype(options.dtype, device), resolve_mode(options.mode, device)
+    if options.model in NAMES:
+        return profile_world(config_of(options.model, dtype=dtype, **dict(options.changes)), device, mode, options)
+    model = build_preset(options.model, device=str(device), dtype=dtype, **dict(options.changes))
+    return measure(model, device, mode, options)
+
+
+def profile_world(config: WanConfig, device: torch.device, mode: Mode, options: ProfileOptions) -> Profile:
+    """Measure a world model of this configuration on a sample of its blocks."""
+    sample = RandomWorld(replace(config, blocks=min(SAMPLE, config.blocks)))
+    return measure(sample.on([str(device)]).first, device, mode, options, blocks=config.blocks)
+
+
+def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOptions, *, blocks: int = 0) -> Profile:
+    """Measure a model that is on its device. `blocks` is how many blocks the profile is for, where the model holds a sample."""
+    config = getattr(model, "config", None)
+    times: dict[str, list[tuple[int, float]]] = {}
+    launches, peak = [], 0
+    for batch in options.batches:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds, launch, own = _stage_times(model, device, mode, batch, options)
+        launches.append(launch)
+        for name, s in seconds.items():
+            times.setdefault(name, []).append((batch, s))
+        if device.type == "cuda":
+            peak = max(peak, torch.cuda.max_memory_allocated(device) - own)
+    passes = _with_blocks(passes_of(model.route.visits), blocks)
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU.name
+    return Profile(
+        model.name,
+        kind,
+        passes,
+        {name: _stage_profile(model, name, BatchCost(tuple(points))) for name, points in times.items()},
+        Provenance("measured", commit(), datetime.now(UTC).strftime("%Y-%m-%d"), note=f"torch {torch.__version__}, {mode}"),
+        carry=_carry(model),
+        memory_bytes=_memory_of(device),
+        reserved_bytes=peak + _common_bytes(model),
+        chunk_bytes=sum(spec.nbytes for spec in model.values.values()),
+        launch_s=round(min(launches), 9),
+        max_batch=max(options.batches),
+        facts=_facts(config) if isinstance(config, WanConfig) else {},
+    )
+
+
+def _stage_times(
+    model: Model, device: torch.device, mode: Mode, batch: int, options: ProfileOptions
+) -> tuple[dict[str, float], float, int]:
+    """Return (seconds of every stage or group, seconds of a launch, bytes of the bench's own storage) at a batch size."""
+    config, built = getattr(model, "config", None), model
+    chunk = -(-config.window_frames // config.frames_per_chunk) if isinstance(config, WanConfig) else 0
+    bench = Bench(model, device, mode, batch, chunk=chunk)
+    example: Any = built
+    bench.load(example.example_inputs(SETS * batch))
+    bench.fill(seed=batch)
+    lengths = {b.axis: b.lengths[-1] for b in model.buckets}
+
+    def time(stages: tuple[str, ...]) -> float:
+        starts = [i for i in range(len(model.route)) if model.route.signature(Segment(i, i + len(stages))) == stages]
+        segment = Segment(starts[0], starts[0] + len(stages))
+        return bench.segment(segment, lengths, warmup=options.warmup, n=options.n, starts=starts).p50 / 1e3
+
+    launch, seconds = 0.0, {}
+    order = tuple(dict.fromkeys(v.stage for v in model.route.visits))
+    for name, members in _groups(order).items():
+        one = time(members[:1])
+        if len(members) > 1:
+            seconds[name] = max(0.0, time(members) - one) / (len(members) - 1)
+            launch = max(0.0, one - seconds[name])
+        else:
+            seconds[name] = one
+    for name, members in _groups(order).items():
+        if len(members) == 1:
+            seconds[name] = max(seconds[name] - launch, 0.1 * seconds[name])
+    own = bench.arenas.nbytes + sum(p.nbytes for p in model.module.parameters())
+    return seconds, launch, own
+
+
+def _groups(order: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return `block.*` -> the numbered stages, and every other stage by its own name."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for stage in order:
+        kind, _, index = stage.rpartition(".")
+        name = f"{kind}.*" if kind and index.isdigit() else stage
+        groups[name] = (*groups.get(name, ()), stage)
+    return groups
+
+
+def passes_of(visits: Sequence[Visit]) -> Passes:
+    """Return a route as passes: runs of stages that are visited for the same steps."""
+    counts = Counter(v.stage for v in visits)
+    runs = [
+        (tuple(v.stage for v in run), step)
+        for (step, _), run in itertools.groupby(visits, key=lambda v: (v.step, counts[v.stage] == 1))
+    ]
+    return tuple((stages, tuple(step for _, step in some)) for stages, some in itertools.groupby(runs, key=lambda run: run[0]))
+
+
+def _with_blocks(passes: Passes, blocks: int) -> Passes:
+    if not blocks:
+        return passes
+    out = []
+    for stages, steps in passes:
+        first = next((i for i, s in enumerate(stages) if s.startswith("block.")), None)
+        if first is not None:
+            after = tuple(s for s in stages[first:] if not s.startswith("block."))
+            stages = (*stages[:first], *(f"block.{i}" for i in range(blocks)), *after)
+        out.append((stages, steps))
+    return tuple(out)
+
+
+def _stage_profile(model: Model, group: str, cost: BatchCost) -> StageProfile:
+    name = group.replace(".*", ".0")
+    stage, route = model.stages[name], model.route
+    keys = {model.state_key(v) for v in route.visits if v.stage == name}
+    after = [i + 1 for i, v in enumerate(route.visits) if v.stage == name]
+    handed_on = max(sum(model.values[v].nbytes for v in route.crossing(cut)) for cut in after)
+    carried_alike = all(model.carry(v) == v for v in route.visits if v.stage == name)
+    state_of: StateOf = "stream" if stage.spec.state and len(keys) == 1 and carried_alike else "visit"
+    rounded = BatchCost(tuple((n, round(s, 9)) for n, s in cost.points))
+    state = sum(model.state[part].nbytes for part in stage.spec.state)
+    return StageProfile(rounded, _weight_bytes(model, name), state, state_of, handed_on)
+
+
+def _weight_bytes(model: Model, name: str) -> int:
+    """Return the bytes of a stage's weights; where the model does not say whose they are, its first stage has them all."""
+    modules = getattr(model.stages[name], "modules", None)
+    if modules is None:
+        modules = (model.module,) if name == model.route.visits[0].stage else ()
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+def _common_bytes(model: Model) -> int:
+    """Return the bytes of weights that belong to no stage and that every device needs."""
+    split = [modules for s in model.stages.values() if (modules := getattr(s, "modules", None)) is not None]
+    if not split:
+        return 0
+    own = {id(p) for modules in split for module in modules for p in module.parameters()}
+    return sum(p.nbytes for p in model.module.parameters() if id(p) not in own)
+
+
+def _carry(model: Model) -> Carry:
+    carried = [(v, c) for v in model.route.visits if (c := model.carry(v)) is not None]
+    if not carried:
+        return "none"
+    return "same_step" if all(v == c for v, c in carried) else "last_pass"
+
+
+def _memory_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory * 0.95) if device.type == "cuda" else 0
+
+
+def _facts(config: WanConfig) -> dict[str, Any]:
+    return {
+        "tokens": config.frames_per_chunk * config.tokens_per_frame,
+        "window_tokens": config.window_frames * config.tokens_per_frame,
+        "frames_per_chunk": config.frames_per_chunk,
+        "window_frames": config.window_frames,
+        "pixel_frames_per_chunk": config.frames_per_chunk * config.time_stride,
+        "frame_hz": config.frame_hz,
+        "pixels": [config.pixel_height, config.pixel_width],
+        "dtype": config.dtype,
+        "decoder": config.decoder,
+    }
