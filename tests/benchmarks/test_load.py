@@ -1,0 +1,140 @@
+"""The load generator: every request is accounted for, and the two servers are what they say they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import load
+import numpy as np
+import pytest
+from fcfs_single_flight import Inputs, SingleFlight
+
+from stretto.control.roofline import locate
+from stretto.control.trace import parse_trace
+from stretto.core.chunk import Chunk
+from stretto.core.errors import DeadlineError
+from stretto.models import pi0
+
+PROMPT = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> pi0.Pi0Model:
+    return load.make_model("tiny", "cpu", "float32", ("identity",))
+
+
+@pytest.fixture(scope="module")
+def inputs(model: pi0.Pi0Model) -> list[Inputs]:
+    return load.make_inputs(model, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def ours(model: pi0.Pi0Model) -> Iterator[load.DeadlineAware]:
+    server = load.DeadlineAware(model, "cpu", "eager", prompt=PROMPT, plan="stages", cap=4, buckets=(1, 2))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def theirs(model: pi0.Pi0Model) -> Iterator[SingleFlight]:
+    server = SingleFlight(model, "cpu", "eager", prompt=PROMPT)
+    yield server
+    server.close()
+
+
+def chunk(**changes: Any) -> Chunk:
+    base = {"stream": 0, "index": 0, "outputs": {}, "mode": "eager", "queue_ms": 2.0, "run_ms": 10.0}
+    return Chunk(**{**base, "stage_ms": {"denoise": 8.0}, "batch_sizes": {"denoise": 2}, **changes})
+
+
+class Scripted:
+    """Answers at once, or refuses every third request."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.deadlines: list[float] = []
+
+    def join(self, robot: int) -> None: ...
+    def leave_all(self) -> None: ...
+    def close(self) -> None: ...
+    def submit(self, robot: int, inputs: Inputs, deadline_s: float) -> Future[Chunk]:
+        self.deadlines.append(deadline_s)
+        future: Future[Chunk] = Future()
+        if len(self.deadlines) % 3 == 0:
+            future.set_exception(DeadlineError("deadline", "too late"))
+        else:
+            future.set_result(chunk())
+        return future
+
+
+@pytest.mark.parametrize("loop", ["open", "closed"])
+def test_robots_ask_at_their_rate_and_every_request_ends_in_one_way(loop: str, inputs: list[Inputs]) -> None:
+    demand = load.Demand(chunks_hz=20.0, loop=loop)
+    server = Scripted()
+    asked = load.Trial(server, demand, 3, inputs, seed=0).run(1.0)
+    assert len(asked) == len(server.deadlines)
+    assert 3 * 15 <= len(asked) <= 3 * 21
+    found = load.summary(asked, 3, demand, 0.0, 1.0)
+    assert found["refused"] == {"deadline": len(asked) // 3}
+    assert found["late"] + sum(found["refused"].values()) == round(found["missed"] * len(asked))
+    for a, deadline_s in zip(asked, sorted(server.deadlines), strict=True):
+        assert a.status in ("ok", "late", "refused")
+        assert deadline_s < a.observed_s + 0.2
+
+
+def test_the_trace_of_a_trial_can_be_placed_on_the_roofline(inputs: list[Inputs]) -> None:
+    demand = load.Demand(chunks_hz=20.0)
+    asked = load.Trial(Scripted(), demand, 2, inputs, seed=1).run(0.5)
+    requests = parse_trace(load.trace_lines(asked, demand, horizon=10))
+    assert len(requests) == len(asked)
+    point = locate("scripted", requests)
+    assert point.control_hz == 100.0
+    assert point.fleet is not None
+    assert {r.status for r in requests} >= {"refused"}
+
+
+def test_single_flight_answers_one_request_at_a_time_in_order(theirs: SingleFlight, inputs: list[Inputs]) -> None:
+    order: list[int] = []
+    futures = [theirs.submit(i, inputs[i], 0.0) for i in range(4)]
+    for i, future in enumerate(futures):
+        future.add_done_callback(lambda _, i=i: order.append(i))
+    done = [future.result(30) for future in futures]
+    assert order == [0, 1, 2, 3]
+    assert all(max(c.batch_sizes.values()) == 1 for c in done)
+    assert [c.queue_ms for c in done] == sorted(c.queue_ms for c in done)
+
+
+def test_both_servers_give_the_same_actions(theirs: SingleFlight, ours: load.DeadlineAware, inputs: list[Inputs]) -> None:
+    for robot in range(3):
+        ours.join(robot)
+    a = [ours.submit(i, inputs[i], float("inf")) for i in range(3)]
+    b = [theirs.submit(i, inputs[i], 0.0) for i in range(3)]
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x.result(30).outputs["x"], y.result(30).outputs["x"], atol=1e-5)
+    ours.leave_all()
+
+
+def test_a_fleet_beyond_the_limit_is_refused_with_reasons_and_the_rest_is_on_time(
+    ours: load.DeadlineAware, inputs: list[Inputs]
+) -> None:
+    demand = load.Demand(chunks_hz=20.0, deadline_ms=25.0, network_ms=0.5, network_jitter_ms=0.0)
+    asked = load.Trial(ours, demand, 24, inputs, seed=2).run(1.0)
+    found = load.summary(asked, 24, demand, 0.0, 1.0)
+    assert set(found["refused"]) <= {"deadline", "superseded"}
+    assert found["refused"].get("deadline", 0) > 0
+
+
+def test_the_search_ends_at_the_largest_fleet_that_holds() -> None:
+    class Known(load.Search):
+        def trial(self, server: Any, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Any]]:
+            return {"robots": robots, "missed": 0.0 if robots <= 11 else 0.5, "goodput_chunks_s": 1.0}, []
+
+    nothing: Sequence[Inputs] = []
+    best, tried = Known(load.Demand(), nothing, 1.0).largest(Scripted())
+    assert best["robots"] == 11
+    assert [t["robots"] for t in tried] == [1, 2, 4, 8, 16, 12, 10, 11]
+    json.dumps(tried)
