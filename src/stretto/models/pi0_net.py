@@ -151,10 +151,11 @@ class Prefix(nn.Module):
 
     def forward(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
         text = embedding(tokens_BL, self.embed) * math.sqrt(self.embed.shape[1])
-        residual = torch.cat((image_tokens_BID, text), dim=1)
+        # The sum over layers is kept in fp32: rounding it to bf16 is most of what differs between batch sizes.
+        residual = torch.cat((image_tokens_BID, text), dim=1).float()
         positions_BP = mask_BP.cumsum(-1) - 1
         blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
-        x = rms_norm(residual, self.attention_norms[0], self.eps)
+        x = rms_norm(residual, self.attention_norms[0], self.eps).to(text.dtype)
         for i, block in enumerate(blocks):
             q, k, v = block.rotated(x, positions_BP)
             keep(i, k, v)
