@@ -1,0 +1,74 @@
+"""`stretto plan` as others script against it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+
+
+def test_json_has_the_promised_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--scenario", "seed-1gpu", "--compare", "equal,portfolio", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert set(out) == {"scenario", "profile", "rows"}
+    assert out["scenario"] == "seed-1gpu"
+    (row,) = out["rows"]
+    assert set(row) == {"model", "streams", "bound", "interval_ms_p99"}
+    assert row["streams"]["equal"] <= row["streams"]["portfolio"] <= row["bound"]
+    assert set(row["interval_ms_p99"]) == {"equal", "portfolio"}
+
+
+def test_flags_a_table_a_picture_and_plans_that_check_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--gpus",
+        "2",
+        "--models",
+        "wan2.2-5b",
+        "--chunk",
+        "1",
+        "--steps",
+        "2",
+        "--interval-ms",
+        "300",
+        "--costs",
+        "computed",
+    ]
+    files = ["--picture", str(tmp_path / "p.png"), "--plans", str(tmp_path), "--out", str(tmp_path / "full.json")]
+    assert main(["plan", *flags, *files]) == 0
+    assert "wan2.2-5b" in capsys.readouterr().out
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    assert "response_ms" in json.loads((tmp_path / "full.json").read_text())["rows"][0]
+    plan = tmp_path / "wan2.2-5b.json"
+    assert main(["plan", *flags, "--check", str(plan)]) == 0
+    assert "output interval" in capsys.readouterr().out
+    plan.write_text(plan.read_text().replace('"stop": ', '"stop": 1', 1))
+    assert main(["plan", *flags, "--check", str(plan)]) == 2
+    assert "classes[" in capsys.readouterr().err
+
+
+def test_a_scenario_file_is_read_and_a_bad_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "night.toml"
+    file.write_text('gpus = 2\ninterval_ms = 800.0\n[mix]\n"wan2.2-5b" = 2\n')
+    assert main(["plan", "--scenario", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"] == "night"
+    file.write_text("gpus = 2\nmodles = ['wan2.2-5b']\n")
+    assert main(["plan", "--scenario", str(file)]) == 2
+    assert "modles" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--scenario", "nowhere"], "seed-24gpu"),
+        (["--gpus", "1", "--models", "gpt"], "gpt"),
+        (["--gpus", "0", "--models", "wan2.2-5b"], "empty pool"),
+        (["--gpus", "1", "--models", "wan2.2-5b", "--interval-ms", "1"], "no plan is faster than"),
+        (["--scenario", "seed-1gpu", "--compare", "luck"], "luck"),
+        (["--scenario", "seed-1gpu", "--device", "abacus"], "abacus"),
+        ([], "--gpus"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *flags]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Dispatch policies on snapshots, and robots served by them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import toy
+
+from stretto.sched.dispatch import POLICIES, Limits, Waiting, deadline_limited, earliest_virtual_deadline_first, ring_cap
+from stretto.sched.robots import Fleet, Robot, Server
+
+COSTS = {0: (0.030, 0.036, 0.042, 0.048)}
+
+
+def waiting(key: int, deadline_s: float, **changes: object) -> Waiting:
+    values: dict[str, object] = {"stream": key, "started": False, **changes}
+    return Waiting(key, 0, 0.0, 0.0, deadline_s, **values)  # type: ignore[arg-type]
+
+
+TASKS = st.lists(
+    st.builds(
+        Waiting,
+        key=st.integers(0, 10**6),
+        kind=st.integers(0, 3),
+        ready_s=st.floats(0, 10),
+        submitted_s=st.floats(0, 10),
+        deadline_s=st.sampled_from([0.5, 2.0, 11.0, 20.0, math.inf]),
+        stream=st.integers(0, 4),
+        chunk=st.integers(0, 5),
+        progress=st.floats(0.1, 1.0),
+        started=st.booleans(),
+        served_s=st.floats(0, 5),
+    ),
+    max_size=12,
+    unique_by=lambda t: t.key,
+)
+
+
+@given(tasks=TASKS, cap=st.integers(1, 5), name=st.sampled_from(sorted(POLICIES)))
+def test_every_policy_is_work_conserving_and_runs_one_kind_within_the_cap(tasks: list[Waiting], cap: int, name: str) -> None:
+    limits = Limits(cap, kind_caps={1: 2}, costs={0: (0.1,), 1: (0.2, 0.3)})
+    decision = POLICIES[name](1.0, tasks, limits)
+    by_key = {t.key: t for t in tasks}
+    kinds = {by_key[k].kind for k in decision.run}
+    refused = {r.key for r in decision.refuse}
+    assert len(kinds) <= 1
+    assert len(decision.run) == len(set(decision.run)) <= cap
+    assert kinds != {1} or len(decision.run) <= 2
+    assert not refused & set(decision.run)
+    assert bool(decision.run) == bool(set(by_key) - refused)
+    assert decision == POLICIES[name](1.0, tasks, limits)
+
+
+def test_a_task_behind_its_share_goes_before_one_with_an_earlier_deadline() -> None:
+    ahead = Waiting(0, 0, 0.0, 0.0, 10.0, progress=0.9)
+    behind = Waiting(1, 1, 0.0, 0.0, 12.0, progress=0.1)
+    assert earliest_virtual_deadline_first(1.0, [ahead, behind], Limits(4)).run == (1,)
+
+
+def test_a_batch_grows_only_as_far_as_its_earliest_deadline_allows() -> None:
+    tasks = [waiting(0, 0.040), waiting(1, 0.060), waiting(2, 0.080)]
+    decision = deadline_limited(0.0, tasks, Limits(4, costs=COSTS, margin=0.0))
+    assert decision.run == (0, 1)
+    assert not decision.refuse
+
+
+def test_a_request_that_cannot_be_on_time_is_refused_with_the_reason() -> None:
+    decision = deadline_limited(0.0, [waiting(0, 0.020), waiting(1, 0.100)], Limits(4, costs=COSTS, margin=0.0))
+    assert decision.run == (1,)
+    assert decision.refuse[0].key == 0
+    assert decision.refuse[0].reason == "deadline"
+    assert decision.refuse[0].text == "needs 30.0 ms more, and its deadline is in 20.0 ms"
+
+
+def test_late_work_is_still_run_within_the_lateness_allowed() -> None:
+    limits = Limits(4, costs=COSTS, margin=0.0, allowed_late_s=0.015)
+    assert deadline_limited(0.0, [waiting(0, 0.020)], limits).run == (0,)
+
+
+def test_a_newer_observation_takes_the_place_of_one_that_has_not_started() -> None:
+    old, new = waiting(0, 1.0, stream=7, chunk=1), waiting(1, 1.0, stream=7, chunk=2)
+    decision = deadline_limited(0.0, [old, new], Limits(4, costs=COSTS))
+    assert decision.run == (1,)
+    assert [(r.key, r.reason) for r in decision.refuse] == [(0, "superseded")]
+    running = old._replace(started=True)
+    assert deadline_limited(0.0, [running, new], Limits(4, costs=COSTS)).refuse == ()
+
+
+def test_under_overload_those_served_least_come_first() -> None:
+    tasks = [waiting(i, 0.05, served_s=float(9 - i)) for i in range(9)]
+    decision = deadline_limited(0.0, tasks, Limits(2, costs=COSTS, margin=0.0))
+    assert decision.run == (8, 7)
+    calm = deadline_limited(0.0, tasks[:2], Limits(2, costs=COSTS, margin=0.0))
+    assert calm.run == (0, 1)
+
+
+@pytest.mark.parametrize(("flying", "ring", "cap"), [(16, 4, 4), (3, 4, 1), (40, 4, 8), (2.5, 1, 8)])
+def test_the_cap_of_a_ring_leaves_every_device_something_to_run(flying: float, ring: int, cap: int) -> None:
+    assert ring_cap(flying, ring, 8) == cap
+
+
+def policy_profile() -> object:
+    return toy(1, 10, fixed_s=0.0022, per_row_s=0.0006, carry="none", max_batch=16)
+
+
+def test_batches_limited_by_deadlines_serve_more_robots_than_one_at_a_time() -> None:
+    profile = policy_profile()
+    robot = Robot("r", 0.5, 0.12)
+    one = Server(profile, 1, max_batch=1, seconds=3.0).most(robot, 64)  # type: ignore[arg-type]
+    batched = Server(profile, 1, max_batch=16, seconds=3.0).most(robot, 64)  # type: ignore[arg-type]
+    assert one <= 15
+    assert batched > 2 * one
+
+
+def test_a_robot_is_refused_when_world_work_may_block_it_too_long() -> None:
+    server = Server(policy_profile(), blocking_s=0.28)  # type: ignore[arg-type]
+    verdict = server.judge([Robot("r", 0.5, 0.12)])
+    assert (verdict.admitted, verdict.reason) == (False, "blocking")
+    assert "280.0 ms" in verdict.text
+
+
+def test_a_fleet_admits_until_full_and_again_after_a_robot_leaves() -> None:
+    fleet = Fleet(Server(policy_profile(), seconds=2.0))  # type: ignore[arg-type]
+    verdicts = [fleet.arrive(Robot(f"r{i}", 0.25, 0.1)) for i in range(40)]
+    admitted = sum(v.admitted for v in verdicts)
+    assert 0 < admitted < 40
+    assert verdicts[-1].reason in ("utilisation", "late")
+    assert fleet.server.judge(list(fleet.robots.values())).missed <= 0.001
+    fleet.leave("r0")
+    assert fleet.arrive(Robot("again", 0.25, 0.1)).admitted
+    delay = fleet.inference_delay({"again": 50.0})
+    assert 2 <= delay["again"] <= 5
