@@ -1,13 +1,18 @@
-"""`stretto bench MODEL`: device and wall time of one request, whole and per stage, at true shapes."""
+"""`stretto bench MODEL`: a policy's request, whole and per stage, or a world model's output interval under plans."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Comma = arg(metavar="N,N,...")
 
 
 @dataclass(frozen=True)
@@ -15,17 +20,36 @@ class Args:
     model: Positional[str] = "pi0.5"
     """A preset (`pi0.5`, `pi0`, `wan2.1-1.3b`, ...): true shapes, seeded random weights."""
     checkpoint: Path | None = None
-    """Time this checkpoint instead of random weights."""
-    batch: Annotated[str, arg(metavar="N,N,...")] = "1"
-    """Batch sizes, one row of the result each."""
+    """Policies: time this checkpoint instead of random weights."""
+    batch: Annotated[str, Comma] = "1"
+    """Policies: batch sizes, one row of the result each."""
     prompt: int | None = None
-    """Real prompt tokens; the longest by default."""
+    """Policies: real prompt tokens; the longest by default."""
+    chunk_frames: Annotated[str, Comma] = "1,3"
+    """World models: latent frames of a chunk."""
+    window_frames: Annotated[str, Comma] = "21"
+    """World models: latent frames that a query sees."""
+    steps: int | None = None
+    """World models: denoise steps, of the model's own list."""
+    size: Annotated[str | None, arg(metavar="HxW")] = None
+    """World models: pixels, such as 480x832; the model's own by default."""
+    plan: Annotated[str, arg(metavar="PLAN,PLAN,...")] = "auto"
+    """World models: serial, batched, by_step, by_block, by_block_batched, by_stage, circular; auto: all that fit."""
+    decoder: Literal["none", "light", "vae"] = "none"
+    """World models: what decodes, as a stage of its own."""
+    streams: int = 1
+    """World models: streams at once."""
+    workers: Literal["threads", "processes"] = "threads"
+    """World models: where the devices of a plan run."""
+    seconds: float = 4.0
+    """World models: length of the measured span of each row."""
     device: str = "auto"
+    """A device, or for a world model several: cuda:0,cuda:1."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
     warmup: int = 20
     n: int = 100
-    """Timed runs."""
+    """Policies: timed runs."""
     json: bool = False
     """Print one JSON object on standard output."""
     out: Path | None = None
@@ -33,12 +57,27 @@ class Args:
 
 
 def run(args: Args) -> int:
+    from stretto.deploy.worlds import NAMES
+
+    world = args.model in NAMES
+    result = _world(args) if world else _policy(args)
+    text = json.dumps(result, indent=1)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    else:
+        _show(result, _world_table(result["rows"]) if world else _policy_table(result["rows"]))
+    return 0
+
+
+def _policy(args: Args) -> dict[str, Any]:
     from stretto.deploy.bench import BenchOptions, bench_policy
 
     options = BenchOptions(
         model=args.model,
         checkpoint=args.checkpoint,
-        batches=_batches(args.batch),
+        batches=numbers("batch", args.batch),
         prompt=args.prompt,
         device=args.device,
         dtype=args.dtype,
@@ -46,42 +85,96 @@ def run(args: Args) -> int:
         warmup=args.warmup,
         n=args.n,
     )
-    result = bench_policy(options)
-    text = json.dumps(result, indent=1)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    if args.json:
-        print(text)
-    else:
-        _table(result)
-    return 0
+    return bench_policy(options)
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def _world(args: Args) -> dict[str, Any]:
+    from stretto.deploy.world_bench import WorldBenchOptions, bench_world
+
+    height, width = pixels(args.size)
+    options = WorldBenchOptions(
+        model=args.model,
+        chunk_frames=numbers("chunk_frames", args.chunk_frames),
+        window_frames=numbers("window_frames", args.window_frames),
+        steps=args.steps,
+        pixel_height=height,
+        pixel_width=width,
+        plans=() if args.plan == "auto" else tuple(args.plan.split(",")),
+        decoder=args.decoder,
+        streams=args.streams,
+        workers=args.workers,
+        seconds=args.seconds,
+        devices=tuple(args.device.split(",")),
+        dtype=args.dtype,
+        mode=args.mode,
+    )
+    return bench_world(options)
+
+
+def numbers(field: str, text: str) -> tuple[int, ...]:
+    """Read `1,4,32`.
+
+    Raises:
+        ConfigError: if one is no whole number of 1 or more.
+    """
     from stretto.core.errors import ConfigError
 
     try:
-        batches = tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        batches = ()
-    if not batches or min(batches) < 1:
-        raise ConfigError("batch", got=repr(text), expected="whole numbers of 1 or more, such as 1,4,32")
-    return batches
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigError(field, got=repr(text), expected="whole numbers of 1 or more, such as 1,4,32")
+    return found
 
 
-def _table(result: dict[str, object]) -> None:
-    from rich.console import Console
+def pixels(text: str | None) -> tuple[int | None, int | None]:
+    """Read `480x832` as height and width.
+
+    Raises:
+        ConfigError: if it is not two whole numbers.
+    """
+    from stretto.core.errors import ConfigError
+
+    if text is None:
+        return None, None
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise ConfigError("size", got=repr(text), expected="height x width in pixels, such as 480x832")
+    return int(parts[0]), int(parts[1])
+
+
+def _policy_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    rows = result["rows"]
-    assert isinstance(rows, list)
     stages = list(dict.fromkeys(s for row in rows for s in row["stages"]))
     table = Table("model", "batch", "dtype", "prefix", "mode", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "memory")
     for row in rows:
-        numbers = [f"{row[k]:.2f}" for k in ("gpu_ms_p50", "gpu_ms_p99", "wall_ms_p50", "wall_ms_p99")]
+        times = [f"{row[k]:.2f}" for k in ("gpu_ms_p50", "gpu_ms_p99", "wall_ms_p50", "wall_ms_p99")]
         per_stage = [f"{row['stages'].get(s, 0.0):.2f}" for s in stages]
         fixed = [row["model"], str(row["batch"]), row["dtype"], str(row["prefix_tokens"]), row["mode"]]
-        table.add_row(*fixed, *numbers, *per_stage, f"{row['memory_bytes'] / 2**30:.2f} GiB")
+        table.add_row(*fixed, *times, *per_stage, f"{row['memory_bytes'] / 2**30:.2f} GiB")
+    return table
+
+
+def _world_table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("chunk", "window", "plan", "devices", "mode", "block", "interval", "latency", "frames/s", "idle", "remark")
+    for row in rows:
+        head = [str(row[k]) for k in ("chunk_frames", "window_frames", "plan", "devices")]
+        if "output_interval_ms" not in row:
+            table.add_row(*head, *[""] * 6, row.get("skipped") or row.get("error", ""))
+            continue
+        times = [row["stage_ms"]["block.*"], row["output_interval_ms"], row["response_latency_ms"], row["frames_per_s"]]
+        idle = ", ".join(f"{share:.0%}" for share in row["idle_share"].values())
+        table.add_row(*head, row["mode"], *[f"{t:.2f}" for t in times], idle, "")
+    return table
+
+
+def _show(result: dict[str, Any], table: Table) -> None:
+    from rich.console import Console
+
     console = Console()
     console.print(table)
     console.print(f"{result['device']}, torch {result['torch']}, commit {result['commit']}; milliseconds")

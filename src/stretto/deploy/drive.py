@@ -102,13 +102,12 @@ def drive(
     warm_chunks: int,
     seconds: float,
     least: int = 4,
-    most: int = 1000,
     timeout_s: float = 120.0,
 ) -> Measured:
     """Run streams with `in_flight` chunks each under way, and measure once they are steady.
 
     Steady means: `warm_chunks` chunks of each are done and the last of them needed no new capture. The span then lasts
-    `seconds`, or until `least` chunks of each stream where that is longer.
+    `seconds`, or until `least` chunks of each stream where that is longer. Chunks are left under way.
 
     Raises:
         StrettoError: whatever a chunk failed with.
@@ -132,10 +131,7 @@ def drive(
         warmed += 1
     rows = [[done] for done in last]
     until = time.perf_counter() + seconds
-    while len(rows[0]) <= least or (time.perf_counter() < until and len(rows[0]) <= most):
+    while len(rows[0]) <= least or time.perf_counter() < until:
         for row, done in zip(rows, turn(), strict=True):
             row.append(done)
-    for runner in runners:
-        while runner.under_way:
-            runner.take(timeout_s)
     return Measured(rows, warmed, engine.captures)

@@ -5,33 +5,29 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from stretto.core.errors import ConfigError
-from stretto.core.plan import Device, Mode, Placement, Plan
-from stretto.core.route import Segment
+from stretto.core.plan import Mode, Placement, Plan
+from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.drive import Inputs, Measured, drive
 from stretto.deploy.profile import ProfileOptions, profile_world
-from stretto.deploy.worlds import AnywhereModel, RandomWorld
+from stretto.deploy.provenance import provenance
+from stretto.deploy.world_plans import ONE, SEVERAL, fitting, plan_of, predicted
+from stretto.deploy.worlds import AnywhereModel, RandomWorld, config_of
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
 from stretto.runtime.fleet import Workers
 from stretto.runtime.layout import state_slots
-from stretto.runtime.profiler import Times
-from stretto.sched import plans
-from stretto.sched.columns import Columns
-from stretto.sched.profile import Profile
+from stretto.runtime.profiler import Times, hop_ms
 
-ONE = ("serial", "batched")
-SEVERAL = ("by_step", "by_block", "by_block_batched", "by_stage", "circular")
 ACTION_HORIZON = 32  # of the action chunks that frames are converted to
 _CONTEXT_BYTES = 2 * 10**9
-_AHEAD = 2  # chunks admitted beyond those that compute: a completion reaches the host after the next launch
 
 
 @dataclass(frozen=True)
@@ -44,51 +40,7 @@ class WorldCase:
     streams: int = 1
     seconds: float = 4.0
     """Length of the measured span of each case."""
-    profile_n: int = 10
-
-
-def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> Plan:
-    """Make a plan by name.
-
-    `serial` and `batched` use the first device: one chunk at a time, or one chunk a denoise step with all of them in one
-    batch. The others use all devices; `by_block_batched` is `by_block` with the steps of different chunks in one batch.
-
-    Raises:
-        ConfigError: if the name is unknown.
-        PlanError: if the plan does not fit these devices.
-    """
-    places = [Device(d) for d in devices]
-    columns, steps = len(Columns.of(profile)), profile.steps
-    if name == "serial":
-        plan = plans.whole(profile, places[0], quantum=columns)
-        plan = replace(plan, in_flight=1)
-    elif name == "batched":
-        plan = plans.by_block(profile, places[:1], quantum=columns, batch_cap=steps)
-        plan = replace(plan, in_flight=steps + _AHEAD)
-    elif name == "by_step":
-        plan = plans.by_step(profile, places)
-    elif name == "by_block":
-        plan = replace(plans.by_block(profile, places, quantum=columns), in_flight=len(places))
-    elif name == "by_block_batched":
-        plan = plans.by_block(profile, places, quantum=columns, batch_cap=steps)
-    elif name == "by_stage":
-        plan = merged(plans.by_stage(profile, places))
-    elif name == "circular":
-        plan = plans.circular(profile, places, quantum=columns)
-    else:
-        raise ConfigError("plan", got=repr(name), expected=f"one of {(*ONE, *SEVERAL)}")
-    if name in SEVERAL and name != "circular":
-        plan = replace(plan, in_flight=plan.in_flight + _AHEAD)
-    return replace(plan, mode=mode)
-
-
-def merged(plan: Plan) -> Plan:
-    """Join neighbouring segments of one device: the same work in fewer launches."""
-    classes = {}
-    for name, placements in plan.classes.items():
-        runs = [list(run) for _, run in itertools.groupby(placements, key=lambda p: p.device)]
-        classes[name] = tuple(Placement(Segment(run[0].segment.start, run[-1].segment.stop), run[0].device) for run in runs)
-    return replace(plan, classes=classes)
+    profile_n: int = 20
 
 
 class WorldBench:
@@ -190,7 +142,7 @@ class WorldBench:
                 self._feed,
                 first_chunk=self.first_chunk,
                 in_flight=plan.in_flight,
-                warm_chunks=2 * plan.in_flight + 2,
+                warm_chunks=plan.in_flight + 2,
                 seconds=self.case.seconds,
             )
         finally:
@@ -232,6 +184,7 @@ class WorldBench:
             "output_interval_ms_p99": round(intervals.p99, 3),
             "response_latency_ms": round(latency.p50, 3),
             "response_latency_ms_p99": round(latency.p99, 3),
+            "predicted": predicted(self.profile, plan, self.case.streams),
             "chunks": len(chunks),
             "warm_chunks": measured.warm_chunks,
             "busy_ms": {d: round(ms, 3) for d, ms in busy.items()},
@@ -260,30 +213,74 @@ class WorldBench:
         return hop_ms(placement.device, to, self.profile.stage(stage).crossing_bytes)
 
 
-def hop_ms(source: str, target: str, nbytes: int) -> float:
-    """Time one copy between two CUDA devices, alone; median of 10. Synchronises both."""
-    there = torch.empty(nbytes, dtype=torch.uint8, device=target)
-    here = torch.ones(nbytes, dtype=torch.uint8, device=source)
-    times = []
-    for _ in range(12):
-        torch.cuda.synchronize(source)
-        torch.cuda.synchronize(target)
-        with torch.cuda.device(target):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            begin.record()
-            there.copy_(here, non_blocking=True)
-            end.record()
-            end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return sorted(times[2:])[5]
-
-
 def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def fitting(devices: Sequence[str]) -> tuple[str, ...]:
-    """Return the plans that make sense on these devices, the ones on one device first."""
-    return ONE if len(devices) == 1 else (*ONE, *SEVERAL)
+@dataclass(frozen=True)
+class WorldBenchOptions:
+    model: str
+    chunk_frames: tuple[int, ...] = (1, 3)
+    window_frames: tuple[int, ...] = (21,)
+    steps: int | None = None
+    """Denoise steps: the first so many of the model's own levels."""
+    pixel_height: int | None = None
+    pixel_width: int | None = None
+    plans: tuple[str, ...] = ()
+    """None: all that fit the devices."""
+    decoder: Literal["none", "light", "vae"] = "none"
+    streams: int = 1
+    workers: Literal["threads", "processes"] = "threads"
+    seconds: float = 4.0
+    devices: tuple[str, ...] = ("auto",)
+    dtype: str = "auto"
+    mode: str = "auto"
+
+
+def bench_world(options: WorldBenchOptions) -> dict[str, Any]:
+    """Run a model at each chunk shape under each plan.
+
+    Raises:
+        ConfigError: if a flag does not fit; a plan that does not fit is a row that says so.
+    """
+    devices, mode, dtype = resolve(options.devices, options.mode, options.dtype)
+    case = WorldCase(devices, mode, options.workers, options.streams, options.seconds)
+    names = options.plans or fitting(devices)
+    unknown = sorted(set(names) - {*ONE, *SEVERAL})
+    if unknown:
+        raise ConfigError("plan", got=unknown, expected=f"some of {(*ONE, *SEVERAL)}")
+    rows = []
+    for frames, window in itertools.product(options.chunk_frames, options.window_frames):
+        rows += WorldBench(_sized(options, dtype, frames, window), case).rows(names)
+    return {**provenance(torch.device(devices[0].split(":")[0])), "rows": rows}
+
+
+def _sized(options: WorldBenchOptions, dtype: str, frames: int, window: int) -> WanConfig:
+    levels = config_of(options.model).levels
+    if options.steps is not None and not 1 <= options.steps <= len(levels):
+        raise ConfigError("steps", got=options.steps, expected=f"1 to {len(levels)}, the levels of the model")
+    return config_of(
+        options.model,
+        frames_per_chunk=frames,
+        window_frames=window,
+        levels=levels[: options.steps],
+        pixel_height=options.pixel_height,
+        pixel_width=options.pixel_width,
+        decoder=options.decoder,
+        dtype=dtype,
+    )
+
+
+def resolve(devices: Sequence[str], mode: str, dtype: str) -> tuple[tuple[str, ...], Mode, str]:
+    """Resolve `auto`; several CPU devices are `cpu:0`, `cpu:1`, ...
+
+    Raises:
+        ConfigError: if a device is not there, or graphs are asked for where there are none.
+    """
+    places = [resolve_device(name) for name in devices]
+    names = tuple(str(p) if p.type == "cuda" else f"cpu:{i}" for i, p in enumerate(places))
+    if len(set(names)) != len(names):
+        raise ConfigError("device", got=",".join(names), expected="each device once")
+    return names, resolve_mode(mode, places[0]), resolve_dtype(dtype, places[0])

@@ -118,9 +118,9 @@ class RandomWorld:
     config: WanConfig
 
     def __call__(self, *, device: str, only: Collection[str] | None) -> AnywhereModel:
-        place = torch.device(device)
+        place = torch.device("cpu" if device.startswith("cpu") else device)  # arenas of `cpu:1` are on `cpu`
         needs = self.config.decoder != "none"
-        decoder = decoder_of(self.config, device if only is None or "decode" in only else "meta") if needs else None
+        decoder = decoder_of(self.config, str(place) if only is None or "decode" in only else "meta") if needs else None
         model = build(self.config, device=place, decoder=decoder, only=only)
         if place.type != "meta" and only != ():
             with torch.no_grad():

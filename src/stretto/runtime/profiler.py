@@ -153,3 +153,21 @@ def time_requests(
     for stream in streams:
         stream.close()
     return Times(tuple(samples))
+
+
+def hop_ms(source: str, target: str, nbytes: int) -> float:
+    """Time one copy between two CUDA devices, alone; median of 10. Synchronises both."""
+    there = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    here = torch.ones(nbytes, dtype=torch.uint8, device=source)
+    times = []
+    for _ in range(12):
+        torch.cuda.synchronize(source)
+        torch.cuda.synchronize(target)
+        with torch.cuda.device(target):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            there.copy_(here, non_blocking=True)
+            end.record()
+            end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return sorted(times[2:])[5]

@@ -1,0 +1,127 @@
+"""Streaming world models under every plan that fits the GPUs at hand: output interval, response latency, idle share.
+
+    python benchmarks/world.py --minutes 8 --out benchmarks/results/world_h200.json
+
+On one GPU: one chunk at a time (`serial`) beside same-block batching of all denoise steps (`batched`). On several: those
+two on the first, and every way of spreading one stream over all. Random weights, 4 denoise steps. Rings are filled with
+random numbers and a stream begins at the chunk for which they count as full, so that steady state comes at once. The
+result is written after every row; what the time did not allow is listed under `not_run`. `--small` runs a tiny model on
+four CPU devices, to try the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.deploy.provenance import provenance
+from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_plans import ONE, SEVERAL, fitting
+from stretto.deploy.worlds import TINY, config_of
+from stretto.models.wan_config import SPECS
+
+Shape = tuple[int, str, str, int]
+"""(window frames, decoder, model, chunk frames): one model to build, some plans to run."""
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """List the shapes, what matters most first."""
+    return list(itertools.product(args.windows, args.decoders, args.models, args.chunk_frames))
+
+
+def plans_of(args: argparse.Namespace, devices: tuple[str, ...], decoder: str) -> tuple[str, ...]:
+    """Return the plans of a shape; with a decoder, those that bracket what it changes."""
+    known = fitting(devices)
+    wanted = args.plans or (known if decoder == "none" else ("batched", "by_step", "by_block_batched"))
+    return tuple(name for name in wanted if name in known)
+
+
+def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, until: float) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a shape; a row that cannot be run says so."""
+    window, decoder, model, frames = shape
+    names = list(plans_of(args, devices, decoder))
+    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds)
+    heading = {"model": model, "chunk_frames": frames, "window_frames": window, "decoder": decoder}
+    try:
+        config = config_of(model, frames_per_chunk=frames, window_frames=window, decoder=decoder, dtype=args.dtype)
+        bench = WorldBench(config, case)
+    except Exception as error:  # one shape must not cost the others their figures
+        yield heading | {"error": f"{type(error).__name__}: {error}"}
+        return
+    profiled = json.loads(bench.profile.to_json())
+    while names and time.monotonic() < until:
+        for row in bench.rows((names.pop(0),)):
+            yield row | {"profile": profiled}
+    for name in names:
+        yield heading | {"plan": name, "not_run": "out of time"}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each shape, the rate of every plan over that of the better plan on one GPU."""
+    measured = [row for row in rows if "frames_per_s" in row]
+    keys = ("model", "chunk_frames", "window_frames", "decoder")
+    out = []
+    for key, some in itertools.groupby(measured, key=lambda row: tuple(row[k] for k in keys)):
+        group = list(some)
+        one = max((row["frames_per_s"] for row in group if row["plan"] in ONE), default=None)
+        rates = {row["plan"]: row["frames_per_s"] for row in group}
+        ratios = {plan: round(rate / one, 3) for plan, rate in rates.items()} if one else {}
+        out.append({**dict(zip(keys, key, strict=True)), "frames_per_s": rates, "times_one_gpu": ratios})
+    return out
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no row begins after this")
+    parser.add_argument("--models", nargs="*", default=["wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b"], choices=list(SPECS))
+    parser.add_argument("--chunk-frames", nargs="*", type=int, default=[1, 3])
+    parser.add_argument("--windows", nargs="*", type=int, default=[21, 9])
+    parser.add_argument("--decoders", nargs="*", default=["none", "vae"], choices=["none", "light", "vae"])
+    parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL], help="all that fit by default")
+    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured span of each row")
+    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.small:
+        args.models, args.windows = [TINY], [6]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    until = time.monotonic() + 60.0 * args.minutes
+    count = args.gpus or torch.cuda.device_count() or (4 if args.small else 1)
+    names = [f"cuda:{i}" for i in range(count)] if torch.cuda.is_available() and not args.small else ["cpu"] * count
+    devices, args.mode, args.dtype = resolve(names, args.mode, "auto")
+    result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices), "rows": []}
+    result["rings"] = "filled with normal random numbers; streams begin at the first chunk whose rings count as full"
+    profiles = result["profiles"] = []
+    for shape in shapes_of(args):
+        for row in rows_of(args, devices, shape, until):
+            profile = row.pop("profile", None)
+            if profile is not None and profile not in profiles:
+                profiles.append(profile)
+            result["rows"].append(row)
+            result["summary"] = summary(result["rows"])
+            shown = ("model", "chunk_frames", "window_frames", "decoder", "plan", "output_interval_ms", "response_latency_ms")
+            brief = {k: row[k] for k in (*shown, "mode", "idle_share", "predicted", "skipped", "error", "not_run") if k in row}
+            print(json.dumps(brief), flush=True)
+            if args.out is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Plans of world models by the names that `bench` takes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.core.errors import ConfigError
+from stretto.core.plan import Device, Mode, Placement, Plan
+from stretto.core.route import Segment
+from stretto.sched import plans
+from stretto.sched.columns import Columns
+from stretto.sched.profile import Profile
+from stretto.sched.sim_state import Load, StreamRun
+from stretto.sched.simulator import Simulation
+
+ONE = ("serial", "batched")
+SEVERAL = ("by_step", "by_block", "by_block_batched", "by_stage", "circular")
+_AHEAD = 2  # chunks admitted beyond those that compute: a completion reaches the host after the next launch
+
+
+def fitting(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the plans that make sense on these devices, the ones on one device first."""
+    return ONE if len(devices) == 1 else (*ONE, *SEVERAL)
+
+
+def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> Plan:
+    """Make a plan by name.
+
+    `serial` and `batched` use the first device: one chunk at a time, or one chunk a denoise step with all of them in one
+    batch. The others use all devices; `by_block_batched` is `by_block` with the steps of different chunks in one batch.
+
+    Raises:
+        ConfigError: if the name is unknown.
+        PlanError: if the plan does not fit these devices.
+    """
+    places = [Device(d) for d in devices]
+    columns, steps = len(Columns.of(profile)), profile.steps
+    if name == "serial":
+        plan = plans.whole(profile, places[0], quantum=columns)
+        plan = replace(plan, in_flight=1)
+    elif name == "batched":
+        plan = plans.by_block(profile, places[:1], quantum=columns, batch_cap=steps)
+        plan = replace(plan, in_flight=steps + _AHEAD)
+    elif name == "by_step":
+        plan = plans.by_step(profile, places)
+    elif name == "by_block":
+        plan = replace(plans.by_block(profile, places, quantum=columns), in_flight=len(places))
+    elif name == "by_block_batched":
+        plan = plans.by_block(profile, places, quantum=columns, batch_cap=steps)
+    elif name == "by_stage":
+        plan = merged(plans.by_stage(profile, places))
+    elif name == "circular":
+        plan = plans.circular(profile, places, quantum=columns)
+    else:
+        raise ConfigError("plan", got=repr(name), expected=f"one of {(*ONE, *SEVERAL)}")
+    if name in SEVERAL and name != "circular":
+        plan = replace(plan, in_flight=plan.in_flight + _AHEAD)
+    return replace(plan, mode=mode)
+
+
+def merged(plan: Plan) -> Plan:
+    """Join neighbouring segments of one device: the same work in fewer launches."""
+    classes = {}
+    for name, placements in plan.classes.items():
+        runs = [list(run) for _, run in itertools.groupby(placements, key=lambda p: p.device)]
+        classes[name] = tuple(Placement(Segment(run[0].segment.start, run[-1].segment.stop), run[0].device) for run in runs)
+    return replace(plan, classes=classes)
+
+
+def predicted(profile: Profile, plan: Plan, streams: int, chunks: int = 24) -> dict[str, float]:
+    """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
+    longest = 2.0 * profile.work_s * chunks * streams
+    runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
+    outcome = Simulation({profile.model: Load(plan, profile)}, runs).run(longest)
+    half = [stream.done[len(stream.done) // 2][2] for stream in outcome.streams]
+    steady = list(zip(outcome.streams, half, strict=True))
+    intervals = [stream.interval_s(at) for stream, at in steady]
+    responses = [statistics.median(stream.responses_s(at)) for stream, at in steady]
+    return {
+        "output_interval_ms": round(statistics.mean(intervals) * 1e3, 3),
+        "response_latency_ms": round(statistics.mean(responses) * 1e3, 3),
+    }
