@@ -130,6 +130,8 @@ class RealtimeBroker:
         self._error: BaseException | None = None
         self._step = self._epoch = self._failures_in_a_row = 0
         self._reset_due = self._closed = False
+        self._starved_told = 0
+        self._path_ms: float | None = None
         self._last_s = -math.inf
 
     def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +216,9 @@ class RealtimeBroker:
         if not self._terms.sends_options or chunk is None or not left:
             return None, None
         deadline_ms = (left / self._control_hz - (self._last_s - slot.at_s)) * 1e3
-        options = Options(deadline_ms=deadline_ms if deadline_ms > 0 else None)
+        starved, self._starved_told = self.stats.starved - self._starved_told, self.stats.starved
+        path_ms, self._path_ms = self._path_ms, None
+        options = Options(deadline_ms=deadline_ms if deadline_ms > 0 else None, starved_steps=starved or None, path_ms=path_ms)
         if self._mode != "rtc":
             return options, None
         frozen = min(self.estimator.steps(self._control_hz), left, self._terms.max_delay)
@@ -261,7 +265,9 @@ class RealtimeBroker:
         start = job.observed.step
         chunk = Chunk.read(start, reply, self._terms.horizon, self._terms.action_dim)
         self._terms.learn(*chunk.actions.shape)
-        self.estimator.add(max(1e-9, self._now() - job.observed.at_s))
+        path_s = max(1e-9, self._now() - job.observed.at_s)
+        self._path_ms = path_s * 1e3
+        self.estimator.add(path_s)
         passed = self._step - start
         # A chunk that keeps fewer steps than were executed would jump. Asking again costs one more delay, and never a jump:
         # a robot that has run dry by then is answered with a chunk that begins where it stands.

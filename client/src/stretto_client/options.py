@@ -65,6 +65,10 @@ class Options:
     priority: int | None = None
     late: bool | None = None
     """Whether an answer that comes too late is better than none."""
+    starved_steps: int | None = None
+    """Control steps without an action since the last request."""
+    path_ms: float | None = None
+    """Time from observation to the command at hand, of the last request."""
 
     def __post_init__(self) -> None:
         if self.seed is not None:
@@ -77,6 +81,10 @@ class Options:
             check_int("executed_steps", self.executed_steps, 0, MAX_CHUNK)
         if self.delay_steps is not None:
             check_int("delay_steps", self.delay_steps, 0, MAX_CHUNK)
+        if self.starved_steps is not None:
+            check_int("starved_steps", self.starved_steps, 0, MAX_CHUNK)
+        if self.path_ms is not None:
+            check_positive("path_ms", self.path_ms)
         if self.priority is not None:
             check_int("priority", self.priority, -100, 100)
         if self.late is not None and not isinstance(self.late, bool):

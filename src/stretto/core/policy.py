@@ -49,6 +49,10 @@ class RequestOptions:
     """Real-time-chunking mode, one of those that the service advertises."""
     late: bool = False
     """Answer late rather than refuse what cannot be on time."""
+    starved_steps: int = 0
+    """Control steps without an action since the robot's last request, as it reports them."""
+    path_ms: float | None = None
+    """The critical path of the robot's last request by its own clock: from observation to the command at hand."""
 
 
 @dataclass(frozen=True, slots=True)

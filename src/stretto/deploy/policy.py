@@ -251,8 +251,14 @@ class Policy:
             "queue_depth": self.engine.queue_depth,
             "graph_captures_total": self.engine.captures,
             "gpu_memory_bytes": memory,
+            "session_state_bytes": self._remembered_bytes(),
             "weight_version": self.weight_version,
         }
+
+    def _remembered_bytes(self) -> int:
+        with self._lock:
+            chunks = [robot.last_HD for robot in self._robots.values()]
+        return sum(chunk.nbytes for chunk in chunks if chunk is not None)
 
     def close(self) -> None:
         """Stop. Queued observations fail with StreamClosedError."""

@@ -174,4 +174,6 @@ _FIELDS: Mapping[str, Callable[[str, object], Any]] = {
     "noise": _rows,
     "mode": _name,
     "late": _flag,
+    "starved_steps": _integer(0, 2**31),
+    "path_ms": _duration,
 }

@@ -34,6 +34,7 @@ class PolicySession:
         self._handle: Session | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._leaving = False
+        self._given_s: float | None = None
         self.peer = f"{socket.client.host}:{socket.client.port}" if socket.client else "unknown"
 
     async def run(self) -> None:
@@ -91,6 +92,7 @@ class PolicySession:
             self._handle = self._server.service.open_session(self._talk.session_id, self.peer)
         except RefusedError as e:
             self._server.metrics.error(e.code)
+            self._server.metrics.refused(e.reason)
             await self._close(TRY_LATER, str(e))
             return
         self._talk.greeted(time.perf_counter())
@@ -132,6 +134,9 @@ class PolicySession:
         await self._send(frame)
         now_s = time.perf_counter()
         self._talk.replied(now_s)
+        if self._given_s is not None:
+            self._server.metrics.replaced(now_s - self._given_s)
+        self._given_s = now_s
         own_ms = {"decode": exchange.decode_ms, "encode": (sending_s - encoding_s) * 1e3}
         self._server.metrics.answered(reply, now_s - exchange.began_s, own_ms)
 
@@ -142,6 +147,9 @@ class PolicySession:
         read = loop.run_in_executor(self._server.decoders, read_request, exchange, self._talk.offer)
         observation, options = await read
         exchange.decode_ms = (time.perf_counter() - started_s) * 1e3
+        self._server.metrics.asked(options)
+        if options.reset:
+            self._given_s = None
         if self._handle is None:
             raise StreamClosedError("the session has no place in the policy")
         future = self._server.service.submit(observation, options, self._handle)
@@ -159,7 +167,8 @@ class PolicySession:
             log.error("request %s of %s failed", exchange.request_id, self.peer, exc_info=error)
         else:
             log.info("request %s of %s: %s", exchange.request_id, self.peer, error)
-        self._server.metrics.failed(code, time.perf_counter() - exchange.began_s)
+        reason = error.reason if isinstance(error, RefusedError) else ""
+        self._server.metrics.failed(code, time.perf_counter() - exchange.began_s, reason)
         await self._send(self._talk.failed(exchange, error))
         if self._server.service.dead is not None:
             await self._close(ENGINE_DEAD, self._server.state)
