@@ -133,14 +133,14 @@ def _run_robots(
 def _table(seen: Sequence[Seen]) -> Table:
     from rich.table import Table
 
-    table = Table("robot", "task", "told", "steps", "chunks", "latency", "worst", "largest batch", "state")
+    table = Table("robot", "told", "steps", "chunks", "latency", "worst", "batch", "state")
     for i, row in enumerate(seen):
         waits = sorted(row.waits_ms)
         middle, worst = (f"{waits[len(waits) // 2]:.0f} ms", f"{waits[-1]:.0f} ms") if waits else ("", "")
         colour = {"solved": "green", "moving": "cyan", "starting": "dim"}.get(row.state, "yellow")
-        told = f'"{row.prompt}"' if row.prompt else ""
+        told = f'"{row.prompt}"' if row.prompt else row.task
         numbers = [str(row.steps), str(row.chunks), middle, worst, str(row.batch or "")]
-        table.add_row(str(i + 1), row.task, told, *numbers, f"[{colour}]{row.state}[/]")
+        table.add_row(str(i + 1), told, *numbers, f"[{colour}]{row.state}[/]")
     return table
 
 
