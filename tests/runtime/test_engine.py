@@ -213,3 +213,10 @@ def test_a_stream_without_room_for_its_state_is_refused_until_another_closes() -
         assert float(second.submit({"x": np.asarray(1.0)}).result(5).outputs["x"]) == model.serial([1.0], [0.0])[0]
     finally:
         engine.close()
+
+
+def test_what_is_submitted_together_runs_in_one_batch(engine: Engine) -> None:
+    streams = [engine.open() for _ in range(4)]
+    with engine.together():
+        futures = [submit(stream, [float(i)], 0.0) for i, stream in enumerate(streams)]
+    assert [f.result(5).batch_sizes["encode+refine"] for f in futures] == [4] * 4

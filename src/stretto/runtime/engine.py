@@ -9,8 +9,9 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -171,6 +172,15 @@ class Engine:
             for executor in self.executors.values():
                 executor.open_stream(stream.id, name)
         return stream
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Start nothing while inside, so that what is submitted meanwhile can share batches. Devices of this process only."""
+        with ExitStack() as stack:
+            for executor in self.executors.values():
+                if isinstance(executor, Executor):
+                    stack.enter_context(executor.held())
+            yield
 
     def close(self) -> None:
         """Stop all devices. Chunks that are not finished fail with StreamClosedError."""

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
@@ -102,6 +103,7 @@ class Executor:
         self._arrived = self._launches = 0
         self._keys: dict[Flow, int] = {}
         self._outstanding: deque[Stamp] = deque()
+        self._holds = 0
         self._stopping = False
         self.dead: str | None = None
         self._thread = threading.Thread(target=self._loop, name=f"executor {device_name}", daemon=True)
@@ -173,6 +175,18 @@ class Executor:
         if not self._post(lambda: self._enqueue(flow)):
             self._fail(flow, self._death())
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Start nothing while inside, so that what is offered meanwhile can share a batch."""
+        with self._wake:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._holds -= 1
+                self._wake.notify()
+
     def receive(self, flow: Flow, values: Values, there: Mark) -> None:
         """Take a chunk off a link, with the values that came with it."""
         flow.values, flow.there = values, there
@@ -238,7 +252,7 @@ class Executor:
     def _accept(self) -> bool:
         """Do what others asked for; sleep while there is nothing to run. Returns False to stop."""
         with self._wake:
-            while not (self._mail or self._stopping or self._ready()):
+            while not self._stopping and (self._holds or not (self._mail or self._ready())):
                 self._wake.wait()
             if self._stopping:
                 return False

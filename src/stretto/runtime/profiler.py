@@ -145,7 +145,8 @@ def time_requests(
     for i in range(warmup + n):
         inputs = [next(feed) for _ in range(batch)]
         begin = time.perf_counter()
-        futures: list[Future[Chunk]] = [s.submit(x, lengths=lengths) for s, x in zip(streams, inputs, strict=True)]
+        with engine.together():
+            futures: list[Future[Chunk]] = [s.submit(x, lengths=lengths) for s, x in zip(streams, inputs, strict=True)]
         for future in futures:
             future.result()
         if i >= warmup:
