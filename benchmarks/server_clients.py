@@ -57,8 +57,13 @@ def drive(url: str, seed: int, seconds: float, start: Any, out: Any) -> None:
     client = PolicyClient(url, None)
     schema = client.metadata["stretto"]["observation"]
     ready = [observation(rng, schema) for _ in range(8)]
-    client.infer(ready[0])
-    start.wait()
+    # A robot that fails leaves the barrier broken, so that no other waits for it.
+    try:
+        client.infer(ready[0])
+        start.wait(120)
+    except BaseException:
+        start.abort()
+        raise
     latencies, batches = [], []
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:
@@ -109,6 +114,8 @@ def main() -> None:
     folder = GOLDEN / ("pi05_tiny" if args.small else "processors/pi05_quantiles")
     processor = PolicyProcessor.from_lerobot(folder, tokenizer=GOLDEN / "tokenizer", degenerate="hold")
     config = pi0.SPECS["pi05"]
+    if not args.small:
+        processor = replace(processor, spec=replace(processor.spec, action_horizon=config.action_horizon))
     if args.small:
         raw = json.loads((folder / "config.json").read_text()) | {"stretto": json.loads((folder / "sizes.json").read_text())}
         config = type(config).from_lerobot(raw)
