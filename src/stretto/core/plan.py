@@ -46,6 +46,8 @@ class Plan:
     """Most chunks of one stream between admission and completion."""
     credits: Mapping[str, int] = field(default_factory=dict)
     """Stream class -> its own `in_flight`."""
+    pace_s: Mapping[str, float] = field(default_factory=dict)
+    """Stream class -> seconds that virtual deadlines of its chunks are spread over, where that is not the chunk's deadline."""
     admission: tuple[int, ...] = ()
     """Cadence of admission, in slots of one visit: chunk c enters at slot `admission[c % n] + (c // n) * period`, where the
     period is the last entry and n entries come before it. Empty: a chunk enters as soon as there is a credit."""
@@ -93,6 +95,9 @@ class Plan:
         for name, credit in self.credits.items():
             if name not in self.classes or credit < 1:
                 raise PlanError(f"credits[{name}]", got=credit, expected=f"1 or more, for one of {sorted(self.classes)}")
+        for name, pace in self.pace_s.items():
+            if name not in self.classes or not pace > 0:
+                raise PlanError(f"pace_s[{name}]", got=pace, expected=f"more than 0, for one of {sorted(self.classes)}")
         if self.admission and (len(self.admission) < 2 or list(self.admission) != sorted(set(self.admission))):
             raise PlanError("admission", got=self.admission, expected="rising slots, the last of them the period")
         for device, cap in self.batch_caps.items():

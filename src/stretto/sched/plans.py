@@ -100,6 +100,7 @@ def of_ranks(
     quantum: int | None = None,
     caps: Mapping[str, int] | None = None,
     credits: Mapping[str, int] | None = None,
+    pace_s: Mapping[str, float] | None = None,
     dispatch: str = "earliest_virtual_deadline_first",
 ) -> Plan:
     """Make the plan of many streams; each is a class of its own, placed by its virtual ranks.
@@ -110,7 +111,15 @@ def of_ranks(
     columns = Columns.of(profile)
     grid = quantum or quantum_of(columns)
     classes = {name: placements(columns, some, quantum=grid) for name, some in ranks.items()}
-    return Plan(kind, tuple(devices), classes, dict(caps or {}), dispatch=dispatch, credits=dict(credits or {}))
+    return Plan(
+        kind,
+        tuple(devices),
+        classes,
+        dict(caps or {}),
+        credits=dict(credits or {}),
+        pace_s=dict(pace_s or {}),
+        dispatch=dispatch,
+    )
 
 
 def waits(profile: Profile, placed: Sequence[Placement]) -> tuple[int | None, ...]:

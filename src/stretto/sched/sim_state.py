@@ -40,6 +40,8 @@ class StreamRun:
     """Most chunks; 0: as many as fit into the time."""
     in_flight: int = 0
     """0: as the plan says."""
+    pace_s: float = 0.0
+    """Time that virtual deadlines are spread over; 0: as the plan says, else `response_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Run:
     delay: list[float]
     """Placement -> seconds of the hand-over after it."""
     credit: int
+    pace_s: float
     admission: tuple[int, ...]
     slot_s: float
     blocked: dict[tuple[int, int], list[Flow]] = field(default_factory=dict)
@@ -196,6 +199,7 @@ def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Map
         [sum(least[i + 1 :]) for i in range(len(least))],
         [*delay, 0.0],
         spec.in_flight or plan.credit(spec.stream_class),
+        spec.pace_s or plan.pace_s.get(spec.stream_class, spec.response_s),
         plan.admission,
         slot_s(delay, least, [p.device for p in placements]) if plan.admission else 0.0,
     )

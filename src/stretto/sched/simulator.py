@@ -116,7 +116,7 @@ class Simulation:
     def _make_ready(self, device: SimDevice, flow: Flow) -> None:
         run, at = flow.run, flow.at
         device.flows[flow.key] = flow
-        deadline = flow.due + run.spec.response_s
+        deadline = flow.due + run.pace_s
         device.ready.append(
             Waiting(
                 flow.key,

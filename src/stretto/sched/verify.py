@@ -95,7 +95,15 @@ def to_plans(
         ranks = {name: p.ranks for name, p in mine.items()}
         used = [d for d in devices if d.name in caps]
         plans[model] = of_ranks(
-            profile, used, ranks, kind=kind, caps=caps, credits={n: credits[n] for n in mine}, dispatch=dispatch
+            profile,
+            used,
+            ranks,
+            kind=kind,
+            caps=caps,
+            credits={n: credits[n] for n in mine},
+            # Urgency by a chunk's own work, not by the promise: a generous promise would let it fall behind first.
+            pace_s={n: min(p.spec.response_s, profile.work_s) for n, p in mine.items()},
+            dispatch=dispatch,
         )
     return plans
 
