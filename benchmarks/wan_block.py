@@ -4,7 +4,11 @@
 
 One block stands for all: its weights and ring are larger than the caches of the GPU, so a loop over it reads memory as a
 pass over all blocks does. Rows of a batch are the denoise steps of one stream, in neighbouring state slots, with full
-rings. Values are local, as between the visits of one segment. A case that fails is reported and the others go on.
+rings. Values are local, as between the visits of one segment. A case that fails is reported and the others go on; no
+case begins after `--budget-seconds`.
+
+Beside every time stand its floor, max(FLOP at 790 TFLOP/s, bytes at 4.3 TB/s), which is what dense bf16 products and
+copies reach on an H200, and for blocks what is realistic: products at 680 and attention at 550 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.core.model import Row
+from stretto.core.route import DTYPE_BYTES
 from stretto.deploy.provenance import provenance
 from stretto.models import wan_vae
 from stretto.models.wan import WanModel, build
@@ -29,6 +35,7 @@ from stretto.models.wan_light import LightDecoder
 
 TARGET_MS = {("wan2.1-1.3b", 1): 1.2, ("wan2.2-5b", 1): 1.0, ("wan2.1-14b", 1): 3.3}
 WINDOW = 21
+PEAK_GFLOP_S, MEMORY_BYTES_S = 790e3, 4.3e12
 VISITS = 5  # of the block in one run: what the blocks of a denoise step share is made once, as in a segment
 VAES = {16: wan_vae.WAN21_VAE, 48: wan_vae.WAN22_VAE}
 
@@ -113,12 +120,52 @@ def captured(run: Callable[[], object]) -> tuple[Callable[[], object], torch.cud
     return graph.replay, graph
 
 
-def block_gflop(config: WanConfig) -> float:
-    """Return the work of one block on one row with a full window."""
+def block_gflop(config: WanConfig) -> tuple[float, float]:
+    """Return the work of one block on one row with a full window, in GFLOP: matrix products, and attention."""
     tokens, d = config.frames_per_chunk * config.tokens_per_frame, config.width
     keys = config.window_frames * config.tokens_per_frame
     products = 12 * tokens * d * d + 4 * tokens * d * config.ffn_width
-    return (products + 4 * tokens * d * (keys + config.text_tokens)) / 1e9
+    return products / 1e9, 4 * tokens * d * (keys + config.text_tokens) / 1e9
+
+
+def floor_ms(gflop: float, nbytes: float) -> float:
+    return round(max(gflop / PEAK_GFLOP_S, nbytes / MEMORY_BYTES_S) * 1e3, 4)
+
+
+def floors(model: WanModel, stage: str, rows: int) -> dict[str, float]:
+    """Return the floor of a stage on some rows, and for a block what is realistic."""
+    config = model.config
+    tokens = rows * config.frames_per_chunk * config.tokens_per_frame
+    hidden = tokens * config.width * DTYPE_BYTES[config.dtype]
+    weights = sum(p.nbytes for module in model.stages[stage].modules for p in module.parameters())  # type: ignore[attr-defined]
+    if not stage.startswith("block"):
+        patch = config.channels * config.patch**2
+        return {"floor_ms": floor_ms(2 * tokens * patch * config.width / 1e9, weights + hidden + tokens * patch * 4)}
+    products, attention = (rows * g for g in block_gflop(config))
+    state = rows * sum(model.state[name].nbytes for name in model.stages[stage].spec.state)
+    return {
+        "floor_ms": floor_ms(products + attention, weights + state + 2 * hidden),
+        "realistic_ms": round((products / 680e3 + attention / 550e3) * 1e3, 4),
+    }
+
+
+def fits(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a + b n, in ms, through the times of each stage by rows: what plans are made from."""
+    keys = ("model", "chunk_frames", "window_frames", "stage", "mode")
+    groups: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    for record in records:
+        if "p50_ms" in record and "window_frames" in record:
+            groups.setdefault(tuple(record[k] for k in keys), []).append((record["rows"], record["p50_ms"]))
+    out = []
+    for key, points in groups.items():
+        n = [float(rows) for rows, _ in points]
+        mean_n, mean_t = sum(n) / len(n), sum(t for _, t in points) / len(points)
+        spread = sum((x - mean_n) ** 2 for x in n)
+        slope = sum((x - mean_n) * (t - mean_t) for x, (_, t) in zip(n, points, strict=True)) / spread if spread else mean_t
+        line = {"fixed_ms": round(mean_t - slope * mean_n, 4), "per_row_ms": round(slope, 4)}
+        table = {str(rows): t for rows, t in points}
+        out.append({**dict(zip(keys, key, strict=True)), **line, "table_ms": table})
+    return out
 
 
 def measure(name: str, run: Callable[[], object], case: dict[str, Any], device: torch.device, repeats: int) -> Iterator[Any]:
@@ -142,11 +189,12 @@ def stages_of(config: WanConfig, device: torch.device, row_counts: Sequence[int]
         rows = LocalRows(model, rows_count, chunk)
         case = {"model": config.name, "chunk_frames": config.frames_per_chunk, "window_frames": WINDOW, "rows": rows_count}
         case |= {"tokens": config.frames_per_chunk * config.tokens_per_frame}
-        gflop = block_gflop(config) * rows_count
+        gflop = sum(block_gflop(config)) * rows_count
         for stage in ("embed", "block.0", "head"):
             visits = VISITS if stage == "block.0" else 1
             run = bind(model, stage, rows, visits)
             for record in measure(stage.split(".")[0], run, {**case, "visits": visits}, device, repeats):
+                record |= floors(model, stage, rows_count)
                 for percentile in {"p50_ms", "p99_ms"} & set(record):
                     record[percentile] = round(record[percentile] / visits, 4)
                 if stage == "block.0" and "p50_ms" in record:
@@ -177,6 +225,10 @@ def decoders_of(config: WanConfig, device: torch.device, repeats: int, small: bo
             case = {"model": config.name, "chunk_frames": frames, "rows": 1}
             case |= {"cache_bytes": sum(c.nbytes for c in caches)}
             case |= {"weight_bytes": sum(p.nbytes for p in decoder.module.parameters())}
+            with FlopCounterMode(display=False) as counter:
+                decoder.decode(latents, caches, first=False)
+            gflop = counter.get_total_flops() / 1e9
+            case |= {"gflop": round(gflop, 1), "floor_ms": floor_ms(gflop, case["weight_bytes"])}
 
             def run(decoder: Any = decoder, latents: Tensor = latents, caches: list[Tensor] = caches) -> object:
                 return decoder.decode(latents, caches, first=False)
@@ -208,18 +260,22 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SPECS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--budget-seconds", type=float, default=300.0)
     parser.add_argument("--no-decode", action="store_true")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     configs = [tiny_config()] if args.small else [SPECS[name] for name in args.models]
     records: list[dict[str, Any]] = []
+    until = time.monotonic() + args.budget_seconds
 
     def keep(made: Iterator[dict[str, Any]], what: str) -> None:
         try:
-            for record in made:
+            while time.monotonic() < until and (record := next(made, None)) is not None:
                 records.append(record)
                 print(json.dumps(record), flush=True)
+            if time.monotonic() >= until:
+                records.append({"case": what, "not_run": "out of time, at least in part"})
         except Exception as error:  # as in `measure`: a model that does not fit leaves the rest to run
             records.append({"case": what, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(records[-1]), flush=True)
@@ -232,7 +288,7 @@ def main() -> None:
             if not args.no_decode:
                 keep(decoders_of(config, device, args.repeats, args.small), f"{config.name}, decoders")
     memory = [memory_of(config) for config in configs]
-    result = {**provenance(device), "window_frames": WINDOW, "rows": records, "memory": memory}
+    result = {**provenance(device), "window_frames": WINDOW, "rows": records, "fits": fits(records), "memory": memory}
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1))
