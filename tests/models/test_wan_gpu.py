@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from wan_world import Member, StreamRows, Streams, prompt
 
 from stretto.core.chunk import Chunk
 from stretto.core.plan import Device, Placement, Plan
+from stretto.deploy.profile import ProfileOptions, profile_world
+from stretto.deploy.world_plans import SEVERAL, plan_of
+from stretto.deploy.worlds import RandomWorld
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import WanConfig, tiny_config
 from stretto.runtime.engine import Engine
@@ -106,6 +110,32 @@ def streamed(model: WanModel, plan: Plan, chunks: int, streams: int) -> tuple[li
         return made, captures
     finally:
         engine.close()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name != "by_block_batched"])  # other shapes, other roundings
+def test_two_devices_of_one_process_give_what_one_gives_eagerly(name: str) -> None:
+    config = replace(config_of("bfloat16"), window_frames=4)
+    world = RandomWorld(config)
+    devices = ("cuda:0", "cuda:1")
+    profile = profile_world(config, torch.device("cuda:0"), "eager", ProfileOptions(config.name, batches=(1, 4), n=3))
+    one = plan_of("serial", profile, devices, "eager")
+    several = plan_of(name, profile, devices, "graph")
+    model: Any = world.on(devices)
+    (want,), _ = streamed(model.first, one, 10, streams=1)
+    engine = Engine(model, several, slots=16, streams=1)
+    engine.warm()
+    try:
+        stream = engine.open(seed=5)
+        stream.set_condition("context", prompt(model.first, stream.id))
+        inputs = [model.first.inputs(5, stream.id, c) for c in range(10)]
+        futures = [stream.submit({name: value.cpu().numpy() for name, value in some.items()}) for some in inputs]
+        got = [future.result(60) for future in futures]
+    finally:
+        engine.close()
+    for a, b in zip(want, got, strict=True):
+        assert (a.outputs["x"] == b.outputs["x"]).all(), a.index
+    assert got[-1].mode == "graph"
 
 
 @pytest.mark.parametrize("cuts", [(), (4, 8, 12), (1, 2, 3)])

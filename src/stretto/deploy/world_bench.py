@@ -251,7 +251,7 @@ def bench_world(options: WorldBenchOptions) -> dict[str, Any]:
     unknown = sorted(set(names) - {*ONE, *SEVERAL})
     if unknown:
         raise ConfigError("plan", got=unknown, expected=f"some of {(*ONE, *SEVERAL)}")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for frames, window in itertools.product(options.chunk_frames, options.window_frames):
         rows += WorldBench(_sized(options, dtype, frames, window), case).rows(names)
     return {**provenance(torch.device(devices[0].split(":")[0])), "rows": rows}

@@ -70,16 +70,16 @@ def merged(plan: Plan) -> Plan:
     return replace(plan, classes=classes)
 
 
-def predicted(profile: Profile, plan: Plan, streams: int, chunks: int = 24) -> dict[str, float]:
+def predicted(profile: Profile, plan: Plan, streams: int) -> dict[str, float]:
     """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
-    longest = 2.0 * profile.work_s * chunks * streams
+    chunks = max(24, 6 * plan.in_flight)
     runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
-    outcome = Simulation({profile.model: Load(plan, profile)}, runs).run(longest)
-    half = [stream.done[len(stream.done) // 2][2] for stream in outcome.streams]
-    steady = list(zip(outcome.streams, half, strict=True))
-    intervals = [stream.interval_s(at) for stream, at in steady]
-    responses = [statistics.median(stream.responses_s(at)) for stream, at in steady]
+    outcome = Simulation({profile.model: Load(plan, profile)}, runs).run(2.0 * profile.work_s * chunks * streams)
+    # Neither the start nor the end, where the last chunks have the devices to themselves.
+    steady = [stream.done[chunks // 3 : -plan.in_flight] for stream in outcome.streams]
+    intervals = [(done[-1][2] - done[0][2]) / (len(done) - 1) for done in steady]
+    responses = [out - due for done in steady for _, due, out in done]
     return {
         "output_interval_ms": round(statistics.mean(intervals) * 1e3, 3),
-        "response_latency_ms": round(statistics.mean(responses) * 1e3, 3),
+        "response_latency_ms": round(statistics.median(responses) * 1e3, 3),
     }
