@@ -89,7 +89,8 @@ def test_the_recipe_checks_its_policy_on_held_out_seeds(toy: Path) -> None:
 def test_demonstrations_hold_what_the_expert_did_and_repeat_for_a_seed(tmp_path: Path) -> None:
     collect = load("collect")
     jobs = [
-        collect.Job("drawer-open", "drawer-open", (11,), str(tmp_path / f"{i}.npz"), horizon=6, stride=4, image_size=24) for i in range(2)
+        collect.Job("drawer-open", "drawer-open", (11,), str(tmp_path / f"{i}.npz"), horizon=6, stride=4, image_size=24)
+        for i in range(2)
     ]
     for job in jobs:
         _, kept, count = collect.run_job(job)
