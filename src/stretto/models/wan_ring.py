@@ -9,7 +9,7 @@ W pages of a ring.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -60,12 +60,11 @@ def attend_slots(q_BNHd: Tensor, k_S: Tensor, v_S: Tensor, slots: Sequence[int],
     if k_S.dim() == 4:
         k_S, v_S = k_S[:, :, None], v_S[:, :, None]
     parts = []
-    with _backends(q_BNHd.device):
-        for first, count in _runs(slots, valid):
-            at, n = slots[first], valid[first]
-            q = q_BNHd[first : first + count].transpose(1, 2)
-            k, v = (arena[at : at + count, :n].flatten(1, 2).transpose(1, 2) for arena in (k_S, v_S))
-            parts.append(scaled_dot_product_attention(q, k, v).transpose(1, 2))
+    for first, count in _runs(slots, valid):
+        at, n = slots[first], valid[first]
+        q = q_BNHd[first : first + count].transpose(1, 2)
+        k, v = (arena[at : at + count, :n].flatten(1, 2).transpose(1, 2) for arena in (k_S, v_S))
+        parts.append(scaled_dot_product_attention(q, k, v).transpose(1, 2))
     if len(slots) < len(q_BNHd):
         parts.append(torch.zeros_like(q_BNHd[len(slots) :]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -78,8 +77,13 @@ def _runs(slots: Sequence[int], valid: Sequence[int]) -> Iterator[tuple[int, int
         yield rows[0], len(rows)
 
 
-def _backends(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    # Torch takes FlashAttention 2 first on Hopper, where cuDNN is about twice as fast for heads of 128.
-    return sdpa_kernel(CUDA_BACKENDS, set_priority=True)
+@functools.cache
+def prefer_fastest_attention() -> object:
+    """Make torch try cuDNN before FlashAttention 2, about twice as fast on Hopper for heads of 128; once for the process.
+
+    Torch keeps the order for the whole process, so a context around each call would be undone by the executors of other
+    devices. The context that is kept here is never left.
+    """
+    order = sdpa_kernel(CUDA_BACKENDS, set_priority=True)
+    order.__enter__()
+    return order

@@ -27,7 +27,7 @@ from stretto.layers.kernels import (
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_net import ActionAdapter, Block, WanNet
 from stretto.models.wan_noise import normal, step_keys
-from stretto.models.wan_ring import Ring, attend_slots
+from stretto.models.wan_ring import Ring, attend_slots, prefer_fastest_attention
 
 CONTEXT = "context"
 PLACE = "place"
@@ -145,8 +145,9 @@ class BlockStage:
                 written[row.state_slot] = (row.stream, version)
 
     def run(self, rows: Rows) -> None:
-        block = self.block
-        h = rows.get("h")
+        block, h = self.block, rows.get("h")
+        if h.is_cuda:
+            prefer_fastest_attention()
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.prepare(rows)
         clock = self.clocks.of(rows)
