@@ -50,16 +50,17 @@ def _print(points: Sequence[Point]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "trace", "mode", "requests", "X", "sequential", "overlapped", "path p50", "p99", "margin p99", "missed", "limit"
-    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("trace", "mode", "X", "seq%", "lap%", "p50", "p99", "margin", "miss%", "limit"):
+        table.add_column(name, no_wrap=name == "trace")
     for p in points:
-        path = (p.forms["critical_p50"].latency_ms, p.forms["critical_p99"].latency_ms)
-        rates = (f"{p.x:.2f}", f"{100 * p.y_sequential:.0f} %", f"{100 * p.y_overlap:.0f} %")
-        times = (f"{path[0]:.0f} ms", f"{path[1]:.0f} ms", f"{p.margin_ms_p99:+.0f} ms")
-        table.add_row(p.name, p.mode, str(p.requests), *rates, *times, f"{100 * p.miss_rate:.1f} %", p.limited_by)
+        p50, p99 = p.forms["critical_p50"].latency_ms, p.forms["critical_p99"].latency_ms
+        rates = (f"{p.x:.2f}", f"{100 * p.y_sequential:.0f}", f"{100 * p.y_overlap:.0f}")
+        times = (f"{p50:.0f}", f"{p99:.0f}", f"{p.margin_ms_p99:+.0f}", f"{100 * p.miss_rate:.1f}")
+        table.add_row(p.name, p.mode, *rates, *times, p.limited_by)
     console = Console()
     console.print(table)
+    console.print("seq, lap: rate one after the other, and overlapped; path and margin to the deadline at p99 in ms\n")
     for p in points:
         console.print(p.sentence, highlight=False)
         if p.fleet is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from stretto.core.model import Row
@@ -12,7 +10,8 @@ from stretto.core.route import Route
 from stretto.runtime.program import Member, Program
 from stretto.runtime.timing import Stamp
 
-RUNS = 3
+WARMUP, RUNS = 2, 5
+MOST_S = 0.5  # a batch that takes long needs no more runs to be known well
 HALF_LIFE_S = 2.0
 
 
@@ -25,15 +24,15 @@ def measure(program: Program, start: int, device: torch.device, cap: int) -> tup
     by_bucket = {}
     for batch in (b for b in program.batch_buckets if b <= max(cap, program.batch_buckets[0])):
         members = [Member(Row(0, 0, 0, 0), start)] * batch
-        program.launch(members, lengths)
-        times = []
-        for _ in range(RUNS):
+        times: list[float] = []
+        while len(times) < WARMUP + RUNS and sum(times) < MOST_S:
             begin = Stamp(device)
             program.launch(members, lengths)
             end = Stamp(device)
             end.wait()
             times.append(end.ms_since(begin) / 1e3)
-        by_bucket[batch] = statistics.median(times)
+        # The least, not the mean: other work on the machine can only add.
+        by_bucket[batch] = min(times)
     sizes = sorted(by_bucket)
     return tuple(by_bucket[next((b for b in sizes if b >= n), sizes[-1])] for n in range(1, cap + 1))
 
