@@ -50,7 +50,10 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
     case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds)
     heading = {"model": model, "chunk_frames": frames, "window_frames": window, "decoder": decoder}
     try:
-        config = config_of(model, frames_per_chunk=frames, window_frames=window, decoder=decoder, dtype=args.dtype)
+        blocks = 8 if model == TINY else None
+        config = config_of(
+            model, blocks=blocks, frames_per_chunk=frames, window_frames=window, decoder=decoder, dtype=args.dtype
+        )
         bench = WorldBench(config, case)
     except Exception as error:  # one shape must not cost the others their figures
         yield heading | {"error": f"{type(error).__name__}: {error}"}
