@@ -1,0 +1,311 @@
+"""The simulator against the real executor: stages that take a controlled time, 1, 2 and 4 executors of one engine.
+
+    python benchmarks/sched_fidelity.py --out benchmarks/results/sched_fidelity_cpu.json
+
+A stage takes a + b n for a batch of n, by sleeping, so that two cores are enough for four devices. As on a GPU that has
+launches queued ahead, up to `HIDDEN_S` of host time between two stages of a device does not show; more does. The
+simulator predicts every case from the same plan, and the output interval of every stream is compared. Streams run flat
+out, with as many chunks in flight as the plan gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from stretto.core.chunk import Chunk
+from stretto.core.errors import StreamClosedError
+from stretto.core.model import Buckets, Rows, Stage, StateKey
+from stretto.core.plan import Device, Plan
+from stretto.core.route import Route, StageSpec, TensorSpec, Visit
+from stretto.runtime.engine import Engine, Stream
+from stretto.sched.columns import Rank
+from stretto.sched.costs import BatchCost
+from stretto.sched.hardware import Link
+from stretto.sched.plans import by_block, by_step, of_ranks, whole
+from stretto.sched.profile import Profile, Provenance, StageProfile
+from stretto.sched.sim_state import Load, StreamRun
+from stretto.sched.simulator import Simulation
+
+FIXED_S, PER_ROW_S = 0.012, 0.008
+HIDDEN_S = 0.010
+STRETCH = 2.5  # of all durations below
+
+
+class DeviceClock(threading.local):
+    """When the device of this thread is free."""
+
+    free_s = 0.0
+
+    def spend(self, seconds: float) -> None:
+        now = time.monotonic()
+        begin = self.free_s if now - self.free_s < HIDDEN_S else now
+        self.free_s = begin + seconds
+        time.sleep(max(0.0, self.free_s - now))
+
+
+CLOCK = DeviceClock()
+
+
+class Sleep:
+    """A stage with state that takes a controlled time."""
+
+    def __init__(self, index: int) -> None:
+        self.state = f"left.{index}"
+        self.spec = StageSpec(f"block.{index}", ("x",), ("x",), (self.state,))
+
+    def run(self, rows: Rows) -> None:
+        CLOCK.spend(FIXED_S + PER_ROW_S * rows.size)
+        rows.put("x", rows.get("x") + 1)
+
+
+class SleepModel:
+    """Blocks visited for each step; the previous chunk must have passed the same visit."""
+
+    name = "sleep"
+
+    def __init__(self, blocks: int, steps: int) -> None:
+        self.module = nn.Identity()
+        stages = [Sleep(i) for i in range(blocks)]
+        self.stages: Mapping[str, Stage] = {s.spec.name: s for s in stages}
+        visits = tuple(Visit(s.spec.name, step) for step in range(steps) for s in stages)
+        self.route = Route({n: s.spec for n, s in self.stages.items()}, visits, ("x",), ("x",))
+        self.values = {"x": TensorSpec((), "float64")}
+        self.state = {s.state: TensorSpec((), "float64") for s in stages}
+        self.conditions: Mapping[str, TensorSpec] = {}
+        self.buckets: tuple[Buckets, ...] = ()
+
+    def state_key(self, visit: Visit) -> StateKey | None:
+        return StateKey("left", visit.step)
+
+    def carry(self, visit: Visit) -> Visit | None:
+        return visit
+
+
+def profile_of(blocks: int, steps: int) -> Profile:
+    stage = StageProfile(BatchCost.line(FIXED_S, PER_ROW_S), 1, 1, "visit", 1)
+    links = {"peer": Link(0.0, 1e18), "node": Link(0.0, 1e18)}
+    names = tuple(f"block.{i}" for i in range(blocks))
+    passes = ((names, tuple(range(steps))),)
+    return Profile("sleep", "CPU", passes, {"block.*": stage}, Provenance("computed"), links=links, max_batch=16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and streams of its classes with the time at which each begins and ends."""
+
+    name: str
+    plan: Plan
+    blocks: int
+    steps: int
+    streams: Sequence[tuple[str, float, float]]
+    seconds: float
+    spans: Sequence[tuple[float, float]]
+    """Spans to compare, in seconds."""
+
+    @staticmethod
+    def of(
+        name: str,
+        plan: Plan,
+        blocks: int,
+        steps: int,
+        streams: Sequence[tuple[str, float, float]],
+        seconds: float,
+        spans: Sequence[tuple[float, float]] = (),
+    ) -> Case:
+        """Make a case; its last two thirds are compared where no spans are given."""
+        spans = spans or ((seconds / 3, seconds),)
+        longer = [(c, a * STRETCH, b * STRETCH) for c, a, b in streams]
+        return Case(name, plan, blocks, steps, longer, seconds * STRETCH, [(a * STRETCH, b * STRETCH) for a, b in spans])
+
+
+def devices(count: int) -> tuple[Device, ...]:
+    return tuple(Device(f"cpu:{i}") for i in range(count))
+
+
+def cases() -> list[Case]:
+    p = profile_of(8, 2)
+    one, two, four = devices(1), devices(2), devices(4)
+    alone = (("default", 0.0, math.inf),)
+
+    def tuned(plan: Plan, cap: int, flying: int, dispatch: str = "first_come_first_served") -> Plan:
+        caps = {d.name: cap for d in plan.devices}
+        return replace(plan, batch_caps=caps, in_flight=flying, dispatch=dispatch)
+
+    mixed = of_ranks(
+        p,
+        two,
+        {
+            "first": [Rank(0, 8, "cpu:0")],
+            "second": [Rank(0, 4, "cpu:0"), Rank(4, 8, "cpu:1")],
+            "third": [Rank(0, 8, "cpu:1")],
+        },
+        quantum=2,
+        credits={"first": 2, "second": 2, "third": 2},
+        dispatch="oldest_chunk_first",
+    )
+    ring = by_block(p, four, quantum=2)
+    ring_of_four = tuned(ring, 4, 4)
+    several = tuple(("default", 0.0, math.inf) for _ in range(4))
+    out = [
+        Case.of("1 device, 1 stream", tuned(whole(p, one[0], quantum=2), 1, 1), 8, 2, alone, 4.0),
+        Case.of("1 device, 1 stream, batches over steps", tuned(whole(p, one[0], quantum=2), 2, 2), 8, 2, alone, 5.0),
+        Case.of("2 devices by block, 1 stream", tuned(by_block(p, two, quantum=2), 1, 4), 8, 2, alone, 4.0),
+        Case.of("2 devices by step, 1 stream", tuned(by_step(p, two), 1, 2), 8, 2, alone, 4.0),
+        Case.of("4 devices by block, 1 stream", tuned(ring, 1, 8), 8, 2, alone, 4.0),
+        Case.of("4 devices by block, 4 streams, capped batches", ring_of_four, 8, 2, several, 6.0),
+        Case.of("2 devices, 3 streams with other cuts", mixed, 8, 2, [(c, 0.0, math.inf) for c in mixed.classes], 6.0),
+        Case.of(
+            "2 devices, 3 streams, one arrives and one is cancelled",
+            mixed,
+            8,
+            2,
+            [("first", 0.0, math.inf), ("second", 2.0, math.inf), ("third", 0.0, 5.0)],
+            8.0,
+            ((0.5, 2.0), (2.8, 5.0), (5.8, 8.0)),
+        ),
+    ]
+    return out + [convoy(cap) for cap in (1, 4, 16)]
+
+
+def convoy(cap: int) -> Case:
+    """Sixteen chunks in flight over a ring of four devices: the cap decides whether batches help or form convoys."""
+    p = profile_of(16, 2)
+    plan = by_block(p, devices(4), quantum=1)
+    plan = replace(plan, batch_caps={d.name: cap for d in plan.devices}, in_flight=4, dispatch="first_come_first_served")
+    streams = tuple(("default", 0.0, math.inf) for _ in range(4))
+    return Case.of(f"convoy: 4 devices, 16 chunks in flight, batch cap {cap}", plan, 16, 2, streams, 9.0)
+
+
+class Driver:
+    """Keeps the chunks of one stream in flight until it is told to stop."""
+
+    def __init__(self, stream: Stream, credit: int, begin: float) -> None:
+        self.stream, self.credit, self.begin = stream, credit, begin
+        self.done: list[float] = []
+        self.stopped = False
+
+    def start(self) -> None:
+        for _ in range(self.credit):
+            self._submit()
+
+    def _submit(self) -> None:
+        try:
+            self.stream.submit({"x": np.asarray(0.0)}).add_done_callback(self._finished)
+        except StreamClosedError:
+            self.stopped = True
+
+    def _finished(self, future: Future[Chunk]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        self.done.append(time.monotonic() - self.begin)
+        if not self.stopped:
+            self._submit()
+
+
+def measure(case: Case) -> list[list[float]]:
+    """Run a case on the engine; completion times of each stream."""
+    engine = Engine(SleepModel(case.blocks, case.steps), case.plan, slots=32, streams=8)
+    engine.warm()
+    begin = time.monotonic()
+    drivers: list[Driver] = []
+    timers: list[threading.Timer] = []
+
+    def at(seconds: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(max(0.0, begin + seconds - time.monotonic()), action)
+        timer.start()
+        timers.append(timer)
+
+    try:
+        for stream_class, start, stop in case.streams:
+            driver = Driver(engine.open(stream_class=stream_class), case.plan.credit(stream_class), begin)
+            drivers.append(driver)
+            at(start, driver.start)
+            if stop < case.seconds:
+                at(stop, driver.stream.close)
+        time.sleep(max(0.0, begin + case.seconds - time.monotonic()))
+        for driver in drivers:
+            driver.stopped = True
+    finally:
+        for timer in timers:
+            timer.cancel()
+        engine.close()
+    return [d.done for d in drivers]
+
+
+def predict(case: Case) -> list[list[float]]:
+    """Simulate a case; completion times of each stream."""
+    profile = profile_of(case.blocks, case.steps)
+    runs = [StreamRun(f"s{i}", "m", c, start_s=a, stop_s=b) for i, (c, a, b) in enumerate(case.streams)]
+    outcome = Simulation({"m": Load(case.plan, profile)}, runs, slots=32).run(case.seconds)
+    return [[out for _, _, out in s.done] for s in outcome.streams]
+
+
+def interval(done: Sequence[float], span: tuple[float, float]) -> float:
+    """Return the mean time between chunks within a span; NaN if there are fewer than four."""
+    inside = [t for t in done if span[0] <= t <= span[1]]
+    return (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) >= 4 else math.nan
+
+
+def compare(case: Case) -> dict[str, Any]:
+    measured, predicted = measure(case), predict(case)
+    rows = []
+    for span in case.spans:
+        for i, (real, simulated) in enumerate(zip(measured, predicted, strict=True)):
+            a, b = interval(real, span), interval(simulated, span)
+            if not (math.isnan(a) or math.isnan(b)):
+                row = {"stream": i, "span_s": list(span), "measured_ms": a * 1e3, "simulated_ms": b * 1e3, "error": b / a - 1}
+                rows.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+    # Streams of one class are alike: what one gains another loses, so the pool's rate is compared too.
+    pooled = []
+    for span in case.spans:
+        rates = [sum(1 / x for d in table if not math.isnan(x := interval(d, span))) for table in (measured, predicted)]
+        pooled.append(
+            {"span_s": list(span), "measured_chunks_s": round(rates[0], 3), "error": round(rates[0] / rates[1] - 1, 4)}
+        )
+    return {"case": case.name, "devices": len(case.plan.devices), "rows": rows, "together": pooled}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    found = []
+    for case in cases():
+        found.append(compare(case))
+        worst = max((abs(r["error"]) for r in found[-1]["rows"]), default=math.nan)
+        print(f"{case.name:60s} worst {worst:.1%}  together {[t['error'] for t in found[-1]['together']]}", flush=True)
+    errors = [abs(r["error"]) for f in found for r in f["rows"]]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    report = {
+        "what": "output interval, simulator against executor, stages of controlled time",
+        "device": f"CPU ({platform.machine()}), executors as threads of one process",
+        "commit": commit or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "stage_ms": {"fixed": FIXED_S * 1e3, "per_row": PER_ROW_S * 1e3},
+        "hidden_host_ms": HIDDEN_S * 1e3,
+        "error_mean": round(statistics.mean(errors), 4),
+        "error_worst": round(max(errors), 4),
+        "cases": found,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
