@@ -164,14 +164,14 @@ class Program:
             # One order for one set of rows: fewer keys, and neighbouring state slots side by side.
             return self._launch_by_rows(sorted(members, key=lambda m: m.state_slots), fitted)
         if self.mode == "eager":
-            self._run_eagerly(members, fitted)
+            self._run_eagerly(self._control(members, len(members)), members, fitted)
             return Ran(len(members), "eager")
         batch = self._bucket(len(members))
         self._captured[batch, fitted].replay(self._control(members, batch))
         return Ran(batch, "graph")
 
-    def _run_eagerly(self, members: Sequence[Member], lengths: tuple[int, ...]) -> None:
-        control = self._control(members, len(members)).to(self._arenas.device, non_blocking=True, copy=True)
+    def _run_eagerly(self, control_cpu: Tensor, members: Sequence[Member], lengths: tuple[int, ...]) -> None:
+        control = control_cpu.to(self._arenas.device, non_blocking=True, copy=True)
         self._run(self._rows(control, self._named(lengths), members))
 
     def _launch_by_rows(self, members: Sequence[Member], lengths: tuple[int, ...]) -> Ran:
@@ -186,7 +186,7 @@ class Program:
                 stage.prepare(rows)
             captured.replay(control)
             return Ran(batch, "graph")
-        self._run_eagerly(members, lengths)
+        self._run_eagerly(control, members, lengths)
         if graphs and key is not None and self._by_key.has_room():
             self._by_key.put((lengths, key), self._capture_rows(graphs, members, lengths))
         return Ran(batch, "eager")
