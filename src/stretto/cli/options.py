@@ -33,6 +33,9 @@ class PolicyFlags:
     """Control rate of the robots; deadlines then follow from the steps that requests name."""
     max_delay: int | None = None
     """Longest delay, in control steps, that a request may name."""
+    robot_period_ms: float | None = None
+    """How often every robot asks; with --robot-deadline-ms, a robot that would make others late is not admitted."""
+    robot_deadline_ms: float | None = None
     preset: str | None = None
     """Observation keys: libero, droid, aloha, metaworld, or a key-map file. The checkpoint's own by default."""
     tokenizer: Path | None = None
@@ -58,6 +61,8 @@ class PolicyFlags:
             rtc=self.rtc,
             control_hz=self.control_hz,
             max_delay=self.max_delay,
+            robot_period_ms=self.robot_period_ms,
+            robot_deadline_ms=self.robot_deadline_ms,
             preset=self.preset,
             tokenizer=self.tokenizer,
             default_prompt=self.default_prompt,

@@ -23,6 +23,7 @@ from stretto.core.chunk import Chunk
 from stretto.core.errors import ConfigError, DeadlineError, ObservationError, StrettoError, SupersededError
 from stretto.core.plan import Plan, per_visit, whole
 from stretto.core.policy import PolicyReply, RequestOptions, Session
+from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.realtime import Realtime, Wish
@@ -58,6 +59,10 @@ class PolicyOptions:
     max_delay: int | None = None
     """Longest delay, in control steps, that requests may name; None takes what the checkpoint was trained for where `hard`
     is offered, and else all but a whole chunk."""
+    robot_period_ms: float | None = None
+    """How often every robot asks. With `robot_deadline_ms`, a robot is admitted only if all of them, it included, are
+    predicted to be on time at the 99th percentile."""
+    robot_deadline_ms: float | None = None
     rtc_schedule: Schedule = "exp"
     rtc_cap: float = 5.0
     """Bound on the strength of a correction."""
@@ -154,6 +159,7 @@ class Policy:
         self._robots: dict[Session, _Robot] = {}
         self._lock = threading.Lock()
         self._own: list[Session] = []
+        self._gate = Gate(options.robot_period_ms, options.robot_deadline_ms)
         self._warm = False
         self.weight_version = 0
 
@@ -180,9 +186,26 @@ class Policy:
     def warm(self) -> None:
         """Capture all graphs and start the engine. Blocks."""
         self.engine.warm()
+        if self.engine.costs:
+            model = self.loaded.model
+            self._gate.open(profile_of(model.name, model.route, self.engine.plan, self.engine.costs))
         self._warm = True
 
     def open_session(self, session_id: str, peer: str = "") -> Session:
+        """Make room for one robot.
+
+        Raises:
+            CapacityError: if the rhythm of robots is known and they would not all be on time with one more.
+        """
+        session = self._open(session_id, peer)
+        try:
+            self._gate.enter(session.stream)
+        except StrettoError:
+            self.close_session(session)
+            raise
+        return session
+
+    def _open(self, session_id: str, peer: str = "") -> Session:
         stream = self.engine.open(seed=self.options.seed)
         session = Session(session_id, peer, stream.id)
         with self._lock:
@@ -193,6 +216,7 @@ class Policy:
         with self._lock:
             robot = self._robots.pop(session, None)
         if robot is not None:
+            self._gate.leave(session.stream)
             robot.stream.close()
 
     def submit(self, observation: Mapping[str, object], options: RequestOptions, session: Session) -> Future[PolicyReply]:
@@ -231,7 +255,7 @@ class Policy:
             StrettoError: the first error among them.
         """
         while len(self._own) < len(observations):
-            self._own.append(self.open_session("in process"))
+            self._own.append(self._open("in process"))
         said = options or RequestOptions()
         asked = [self.submit(o, said, own) for o, own in zip(observations, self._own, strict=False)]
         replies = [future.result() for future in asked]
