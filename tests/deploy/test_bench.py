@@ -166,5 +166,7 @@ def test_bench_and_profile_on_the_command_line(capsys: pytest.CaptureFixture[str
     assert set(FIELDS) <= set(row)
     assert main(["profile", "wan-tiny", "--batch", "1", "--n", "1", *shape]) == 0
     assert Profile.from_json(capsys.readouterr().out).facts["window_frames"] == 3
+    assert main(["profile", "pi0.5", "--chunk-frames", "1"]) == 2
+    assert "expected a world model" in capsys.readouterr().err
     assert main(["bench", "wan-tiny", "--size", "wide"]) == 2
     assert "size: got 'wide'" in capsys.readouterr().err

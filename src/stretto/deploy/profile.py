@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stretto.core.errors import ConfigError
 from stretto.core.model import Model
 from stretto.core.plan import Mode
 from stretto.core.route import Segment, Visit
@@ -55,7 +56,10 @@ def profile_preset(options: ProfileOptions) -> Profile:
     dtype, mode = resolve_dtype(options.dtype, device), resolve_mode(options.mode, device)
     if options.model in NAMES:
         return profile_world(config_of(options.model, dtype=dtype, **dict(options.changes)), device, mode, options)
-    model = build_preset(options.model, device=str(device), dtype=dtype, **dict(options.changes))
+    if options.changes:
+        got = f"{[name for name, _ in options.changes]} for {options.model}"
+        raise ConfigError("model", got=got, expected=f"a world model, one of {NAMES}, where chunk shapes are given")
+    model = build_preset(options.model, device=str(device), dtype=dtype)
     return measure(model, device, mode, options)
 
 
