@@ -124,8 +124,10 @@ def _stage_times(
     for name, members in _groups(order).items():
         one = time(members[:1])
         if len(members) > 1:
-            seconds[name] = max(0.0, time(members) - one) / (len(members) - 1)
-            launch = max(0.0, one - seconds[name])
+            some = time(members)
+            # Where noise makes one stage slower than several, the launch cannot be told from the stages.
+            seconds[name] = (some - one) / (len(members) - 1) if some > one else some / len(members)
+            launch = max(0.0, one - seconds[name]) if some > one else 0.0
         else:
             seconds[name] = one
     for name, members in _groups(order).items():
