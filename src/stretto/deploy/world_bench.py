@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +58,11 @@ class WorldBench:
         self._model: AnywhereModel | None = None
         self._noise = np.random.default_rng(0).standard_normal((4, *config.latent_shape), dtype=np.float32)
 
+    @cached_property
+    def describes(self) -> AnywhereModel:
+        """The model without weights."""
+        return self.world(device="meta", only=())
+
     @property
     def first_chunk(self) -> int:
         """The first chunk whose rings are full."""
@@ -103,7 +109,7 @@ class WorldBench:
 
     def memory(self, plan: Plan, device: str) -> dict[str, int]:
         """Return bytes by part on a device. Several devices of one process each hold all weights."""
-        describes = self.world(device="meta", only=())
+        describes = self.describes
         used = {
             v.stage for ps in plan.classes.values() for p in ps if p.device == device for v in describes.route.on(p.segment)
         }
@@ -156,8 +162,7 @@ class WorldBench:
         if self.case.workers == "processes":
             self._model = None
             _free()
-            describes = self.world(device="meta", only=())
-            return Engine(describes, plan, slots=slots, streams=self.case.streams, workers=Workers(self.world))
+            return Engine(self.describes, plan, slots=slots, streams=self.case.streams, workers=Workers(self.world))
         if self._model is None:
             self._model = self.world.on(self.case.devices)
         return Engine(self._model, plan, slots=slots, streams=self.case.streams)
@@ -209,7 +214,7 @@ class WorldBench:
     def _hop_ms(self, placement: Placement, to: str) -> float:
         if not (placement.device.startswith("cuda") and to.startswith("cuda")):
             return 0.0
-        stage = self.world(device="meta", only=()).route.visits[placement.segment.stop - 1].stage
+        stage = self.describes.route.visits[placement.segment.stop - 1].stage
         return hop_ms(placement.device, to, self.profile.stage(stage).crossing_bytes)
 
 
