@@ -18,7 +18,9 @@ from stretto.sched.simulator import Simulation
 
 ONE = ("serial", "batched")
 SEVERAL = ("by_step", "by_block", "by_block_batched", "by_stage", "circular")
-_AHEAD = 2  # chunks admitted beyond those that compute: a completion reaches the host after the next launch
+# Chunks admitted beyond those that compute, since a completion reaches the host late: one covers the way back, and a
+# batch needs another, because the next launch is put together before the last is seen to be done.
+_AHEAD, _AHEAD_BATCHED = 1, 2
 
 
 def fitting(devices: Sequence[str]) -> tuple[str, ...]:
@@ -43,20 +45,21 @@ def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> 
         plan = replace(plan, in_flight=1)
     elif name == "batched":
         plan = plans.by_block(profile, places[:1], quantum=columns, batch_cap=steps)
-        plan = replace(plan, in_flight=steps + _AHEAD)
+        plan = replace(plan, in_flight=steps + _AHEAD_BATCHED)
     elif name == "by_step":
         plan = plans.by_step(profile, places)
     elif name == "by_block":
         plan = replace(plans.by_block(profile, places, quantum=columns), in_flight=len(places))
     elif name == "by_block_batched":
         plan = plans.by_block(profile, places, quantum=columns, batch_cap=steps)
+        plan = replace(plan, in_flight=plan.in_flight + _AHEAD_BATCHED)
     elif name == "by_stage":
         plan = merged(plans.by_stage(profile, places))
     elif name == "circular":
         plan = plans.circular(profile, places, quantum=columns)
     else:
         raise ConfigError("plan", got=repr(name), expected=f"one of {(*ONE, *SEVERAL)}")
-    if name in SEVERAL and name != "circular":
+    if name in ("by_step", "by_block", "by_stage"):
         plan = replace(plan, in_flight=plan.in_flight + _AHEAD)
     return replace(plan, mode=mode)
 
