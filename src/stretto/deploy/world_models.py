@@ -1,0 +1,109 @@
+"""World models for streams of real sessions: built whole, or as the share of one worker process, and placed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stretto.core.errors import ConfigError
+from stretto.core.plan import Device, Mode, Plan
+from stretto.deploy.profile import passes_of
+from stretto.deploy.worlds import decoder_of
+from stretto.models.wan import DECODE, WanModel, build
+from stretto.models.wan_config import WanConfig
+from stretto.models.wan_vae import Decoder
+from stretto.models.wan_weights import read_pt
+from stretto.runtime.weights import load_weights, update_weights
+from stretto.sched import plans
+from stretto.sched.costs import BatchCost
+from stretto.sched.profile import Carry, Profile, Provenance, StageProfile
+
+KINDS = ("whole", "by_step", "by_block", "by_stage", "circular")
+
+
+@dataclass(frozen=True)
+class WanShare:
+    """Builds a Wan model, or the stages of it that a device runs. Satisfies `runtime.worker.ModelFactory`.
+
+    Without a checkpoint the weights are random, and the same in every process.
+    """
+
+    config: WanConfig
+    checkpoint: Path | None = None
+    seed: int = 0
+
+    def __call__(self, *, device: str, only: Collection[str] | None) -> WanModel:
+        """Build on a device with the weights of the stages in `only`; none of them: only describe the model.
+
+        Raises:
+            CheckpointError: if the checkpoint is damaged, incomplete or of another model.
+        """
+        place = torch.device(device if device.startswith("cuda") else "cpu")
+        model = build(self.config, device=place, decoder=self._decoder(place, only), only=only)
+        if only is None or only:
+            with torch.no_grad():
+                self._fill(model)
+        return model
+
+    def _decoder(self, place: torch.device, only: Collection[str] | None) -> Decoder | None:
+        if self.config.decoder == "none":
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return decoder_of(self.config, str(place) if only is None or DECODE in only else "meta")
+
+    def _fill(self, model: WanModel) -> None:
+        if self.checkpoint is None:
+            model.randomize(self.seed)
+        elif self.checkpoint.suffix in (".pt", ".pth"):
+            update_weights(model, read_pt(self.checkpoint).items(), complete=True)
+        else:
+            load_weights(model, self.checkpoint)
+
+
+def even_profile(model: WanModel) -> Profile:
+    """Return a profile in which all blocks cost the same and what lies between them next to nothing.
+
+    It is enough to cut a route evenly; a measured one also weighs the decoder.
+    """
+    stages = {}
+    for name in model.stages:
+        key = model.state_key(next(v for v in model.route.visits if v.stage == name))
+        heavy = name.startswith("block.") or name == DECODE
+        stages[name] = StageProfile(
+            BatchCost.line(0.0, 1e-3 if heavy else 1e-6),
+            state_bytes=sum(model.state[s].nbytes for s in model.stages[name].spec.state),
+            state_of="stream" if key is not None and key.pool == DECODE else "visit",
+            crossing_bytes=model.values["h"].nbytes,
+        )
+    carry: Carry = "same_step" if model.config.kv_policy == "same_step" else "last_pass"
+    made = Provenance("computed", note="every block alike")
+    return Profile(model.name, "any", passes_of(model.route.visits), stages, made, carry=carry)
+
+
+def place(model: WanModel, kind: str, devices: Sequence[str], *, batch_cap: int = 1, mode: Mode = "eager") -> Plan:
+    """Spread a model's route over devices.
+
+    Raises:
+        ConfigError: if the kind is unknown, or `whole` is asked for several devices.
+        PlanError: if there are more devices than parts.
+    """
+    if kind not in KINDS:
+        raise ConfigError("plan", got=repr(kind), expected=f"one of {KINDS}")
+    profile, places = even_profile(model), [Device(name) for name in devices]
+    if kind == "whole" and len(places) > 1:
+        raise ConfigError("devices", got=list(devices), expected="one device for the plan `whole`")
+    if kind == "whole":
+        plan = plans.whole(profile, places[0], quantum=len(model.route), batch_cap=batch_cap)
+    elif kind == "circular":
+        plan = plans.circular(profile, places)
+    elif kind == "by_block":
+        plan = plans.by_block(profile, places, batch_cap=batch_cap)
+    elif kind == "by_step":
+        plan = plans.by_step(profile, places, batch_cap=batch_cap)
+    else:
+        plan = plans.by_stage(profile, places, batch_cap=batch_cap)
+    return replace(plan, mode=mode)
