@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_policy import observation
+from observations import observation
 
 from stretto.core.errors import CapacityError, ConfigError
 from stretto.core.plan import per_visit, whole

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_policy import observation
+from observations import observation
 
 from stretto.core.errors import ConfigError, DeadlineError, ObservationError, SupersededError
 from stretto.core.policy import PolicyReply, RequestOptions, Session
