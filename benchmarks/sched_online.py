@@ -79,6 +79,7 @@ def run(gpus: int, count: int, load: float, seed: int, checkpoints: int, explain
     sequence = events(count, rate, stay_s, seed)
     every = max(1, count // checkpoints)
     times: list[float] = []
+    on_cpu: list[float] = []
     explained: list[float] = []
     taken = taken_equal = asked = refused_though_equal_took = 0
     hosted: list[tuple[float, float, float]] = []
@@ -86,12 +87,13 @@ def run(gpus: int, count: int, load: float, seed: int, checkpoints: int, explain
     checked = 0
     joint_load, equal_load = {}, {}
     for i, (what, spec) in enumerate(sequence):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         if what == "arrive":
             answer = admission.arrive(spec, explain=False)
         else:
             admission.leave(spec.name)
         times.append(time.perf_counter() - begin)
+        on_cpu.append(time.thread_time() - cpu)
         if what == "arrive":
             asked += 1
             offered.load[spec.name] = work[spec.model]
@@ -123,7 +125,8 @@ def run(gpus: int, count: int, load: float, seed: int, checkpoints: int, explain
         "events": count,
         "offered_load": load,
         "seed": seed,
-        "decision_ms": {q: round(quantile(times, v) * 1e3, 3) for q, v in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
+        "decision_ms": in_ms(times),
+        "decision_cpu_ms": in_ms(on_cpu),
         "explanation_ms_p99": round(quantile(explained, 0.99) * 1e3, 1) if explained else None,
         "arrivals": asked,
         "accepted": {"equal": taken_equal, "portfolio": taken},
@@ -133,6 +136,10 @@ def run(gpus: int, count: int, load: float, seed: int, checkpoints: int, explain
         "promises_broken": len(broken),
         "broken": broken[:10],
     }
+
+
+def in_ms(seconds: list[float]) -> dict[str, float]:
+    return {q: round(quantile(seconds, v) * 1e3, 3) for q, v in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
 def check(devices: list[Device], profiles: Mapping[str, Profile], admission: Admission, seed: int) -> list[str]:

@@ -148,7 +148,9 @@ def exact(instances: int, seed: int) -> dict[str, Any]:
         devices = [Device(f"gpu:{i}", memory_bytes=H200.usable_bytes) for i in range(gpus)]
         most = max(streams_bound(p, devices, interval).streams for p in profiles.values())
         specs = [StreamSpec(f"s{i}", models[i % len(models)], interval) for i in range(min(9, most + 1))]
-        best, proven = optimum(devices, profiles, specs, limit_s=20.0)
+        # Under the same promise: whatever equal partition takes is taken.
+        keep = place_all(devices, profiles, specs, "equal") if len(models) > 1 else ()
+        best, proven = optimum(devices, profiles, specs, limit_s=20.0, keep=keep)
         found = place_all(devices, profiles, specs, "portfolio")
         if not proven or not best:
             continue

@@ -82,7 +82,7 @@ def test_the_portfolio_holds_at_least_as_many_streams_as_equal_partition(instanc
     devices, profiles, interval, count = instance
     specs = specs_of(profiles, interval, count)
     equal = place_all(devices, profiles, specs, "equal")
-    assert len(place_all(devices, profiles, specs, "portfolio")) >= len(equal)
+    assert equal.keys() <= place_all(devices, profiles, specs, "portfolio").keys()
 
 
 @settings(max_examples=15, deadline=None)
@@ -166,12 +166,13 @@ def test_the_exact_answer_is_near_and_never_below() -> None:
     assert sum(ratios) / len(ratios) >= 0.95
 
 
-def test_a_mix_is_within_five_percent_of_the_exact_answer_on_average() -> None:
+def test_a_mix_that_keeps_what_equal_partition_takes_is_within_five_percent_of_the_exact_answer() -> None:
     ratios = []
     for seed in range(6):
         profiles = {"a": toy(8, 2, per_row_s=(0.25 + 0.07 * seed) / 16), "b": toy(4, 2, per_row_s=(1.05 - 0.06 * seed) / 8)}
         specs = specs_of(profiles, 1.0, 9)
-        best, _ = optimum(pool(3), profiles, specs, limit_s=10)
+        keep = place_all(pool(3), profiles, specs, "equal")
+        best, _ = optimum(pool(3), profiles, specs, limit_s=10, keep=keep)
         ratios.append(len(place_all(pool(3), profiles, specs, "portfolio")) / len(best))
     assert sum(ratios) / len(ratios) >= 0.95
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from stretto.core.errors import ConfigError
 from stretto.sched.cluster import Placed, StreamSpec
 from stretto.sched.columns import Columns
 from stretto.sched.outcome import Launch
+from stretto.sched.profile import Profile
 from stretto.sched.report import Row
 from stretto.sched.verify import Trial, simulate
 
@@ -33,9 +34,10 @@ def draw(rows: Sequence[Row], method: str, path: Path) -> None:
     devices = max(len(_devices(r, method)) for r in shown)
     height = min(14.0, max(2.2, 0.24 * devices + 1.0))
     figure, axes = plt.subplots(len(shown), 2, figsize=(15, height * len(shown)), squeeze=False, width_ratios=(3, 2))
+    profiles = {r.model: r.profile for r in rows}
     for row, (left, right) in zip(shown, axes, strict=True):
-        _gantt(left, row, method)
-        _places(right, row, method)
+        _gantt(left, row, method, profiles)
+        _places(right, row, method, profiles)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -57,15 +59,12 @@ def _colour(index: int) -> Any:
     return colormaps["tab20"](index % 20)
 
 
-def _gantt(axes: Any, row: Row, method: str) -> None:
+def _gantt(axes: Any, row: Row, method: str, profiles: Mapping[str, Profile]) -> None:
     packed = row.packed[method]
     verified = packed.verified
     assert verified is not None
     specs: list[StreamSpec] = [p.spec for p in packed.placed.values()]
     number = {s.name: i for i, s in enumerate(specs)}
-    profiles = {r.spec.model: row.profile for r in packed.placed.values()}
-    if len(verified.plans) > 1:
-        raise ConfigError("picture", got=f"a mix of {sorted(verified.plans)}", expected="one model", hint="use --models")
     run = simulate(verified.plans, profiles, specs, Trial(14, 10, Trial().weather), trace=True)
     interval = max(s.interval_s for s in specs)
     begin = 12 * interval
@@ -85,18 +84,21 @@ def _gantt(axes: Any, row: Row, method: str) -> None:
     axes.set_yticks(range(len(lanes)), list(lanes), fontsize=7)
     axes.set_xlabel("seconds of one steady interval; a colour is a stream, a number is a batch")
     use = row.utilisation.get(method, 0.0)
-    axes.set_title(f"{row.model}, {method}: {row.streams[method]} streams (bound {row.bound}), {use:.0%} busy", fontsize=10)
+    mixed = len(verified.plans) > 1
+    what = "a mix" if mixed else row.model
+    bound = "" if mixed else f" (bound {row.bound})"
+    axes.set_title(f"{what}, {method}: {len(specs)} streams{bound}, {use:.0%} busy", fontsize=10)
 
 
-def _places(axes: Any, row: Row, method: str) -> None:
+def _places(axes: Any, row: Row, method: str, profiles: Mapping[str, Profile]) -> None:
     """Show streams against devices; the shade is the share of the device's time."""
     placed: list[Placed] = list(row.packed[method].placed.values())
     lanes = {name: i for i, name in enumerate(_devices(row, method))}
-    columns = Columns.of(row.profile)
+    columns = {model: Columns.of(profile) for model, profile in profiles.items()}
     grid = [[0.0] * len(placed) for _ in lanes]
     for i, p in enumerate(placed):
         for r in p.ranks:
-            grid[lanes[r.device]][i] = columns.work_s_of(r.start, r.stop) / p.spec.interval_s
+            grid[lanes[r.device]][i] = columns[p.spec.model].work_s_of(r.start, r.stop) / p.spec.interval_s
     image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
     axes.set_yticks(range(len(lanes)), list(lanes), fontsize=7)
     axes.set_xlabel("streams")

@@ -9,7 +9,7 @@ Needs the `exact` extra (SciPy).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stretto.core.errors import ConfigError
@@ -82,8 +82,11 @@ def optimum(
     *,
     cuts: int = 8,
     limit_s: float = 60.0,
+    keep: Collection[str] = (),
 ) -> tuple[dict[str, Placed], bool]:
     """Return the most streams that fit with ranks cut at `cuts` places of the model, and whether that is proven.
+
+    Streams of `keep` must be among them, such as those that equal partition takes; nothing is placed if they cannot be.
 
     Raises:
         ConfigError: if the instance is too large, or SciPy is missing.
@@ -102,7 +105,10 @@ def optimum(
         _stream(programme, cluster.view(spec.model), spec, devices, points[spec.model])
     for device in devices:
         _device(programme, cluster, specs, device, points)
-    _order_alike(programme, specs)
+    for name in keep:
+        programme.add({programme.names["taken", name]: 1.0}, 1.0, 1.0)
+    if not keep:
+        _order_alike(programme, specs)
     values, proven = programme.solve(limit_s)
     placed = {s.name: Placed(s, _ranks(values, s), "exact") for s in specs if values.get(("taken", s.name))}
     for p in placed.values():

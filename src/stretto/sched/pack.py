@@ -49,34 +49,43 @@ def place_all(
         if method not in STRATEGIES:
             raise ConfigError("compare", got=repr(method), expected=f"one of {METHODS}")
         return _one_by_one(devices, profiles, specs, STRATEGIES[method], batch)
-    variants = [_one_by_one(devices, profiles, order, s, batch) for order in _orders(profiles, specs) for s in _wide()]
     equal = place_all(devices, profiles, specs, "equal")
-    return max([*variants, equal], key=len)
+    orders = _orders(profiles, specs, equal)
+    variants = [_one_by_one(devices, profiles, order, s, batch) for order in orders for s in _wide()]
+    # What equal partition takes is kept, whatever else a variant might hold instead.
+    return max([*variants, equal], key=lambda placed: (equal.keys() <= placed.keys(), len(placed)))
 
 
 def _wide() -> list[Strategy]:
-    return [STRATEGIES["portfolio"], *(replace(STRATEGIES[n], effort=WIDE) for n in ("portfolio", "cells"))]
+    wide = (replace(STRATEGIES[n], effort=WIDE) for n in ("portfolio", "cells", "lds"))
+    return [STRATEGIES["portfolio"], *wide]
 
 
-def _orders(profiles: Mapping[str, Profile], specs: Sequence[StreamSpec]) -> list[list[StreamSpec]]:
-    """Return the orders to try: as given, and by load, falling and rising; one where all streams are alike."""
+def _orders(
+    profiles: Mapping[str, Profile], specs: Sequence[StreamSpec], first: Mapping[str, Placed]
+) -> list[list[StreamSpec]]:
+    """Return the orders to try: as given, by load, and with the streams that must have a place first.
+
+    One where all streams are alike.
+    """
     load: Callable[[StreamSpec], float] = lambda s: profiles[s.model].work_s / s.interval_s  # noqa: E731
     given = list(specs)
     if len({(s.model, s.interval_s, s.response_s) for s in specs}) == 1:
         return [given]
-    return [given, sorted(given, key=lambda s: -load(s)), sorted(given, key=load)]
+    rising = sorted(given, key=load)
+    must, rest = [s for s in rising if s.name in first], [s for s in rising if s.name not in first]
+    return [given, rising[::-1], rising, [*must, *rest], [*must[::-1], *rest]]
 
 
 def _one_by_one(
     devices: Sequence[Device], profiles: Mapping[str, Profile], specs: Sequence[StreamSpec], strategy: Strategy, batch: int
 ) -> dict[str, Placed]:
     planner = Planner(devices, profiles, strategy, expected=specs, batch=batch)
-    hopeless: set[tuple[str, float, float]] = set()
+    alike = len({(s.model, s.interval_s, s.response_s) for s in specs}) == 1
     for spec in specs:
-        # Nobody leaves here, so what had no room before has none now.
-        key = (spec.model, spec.interval_s, spec.response_s)
-        if key not in hopeless and planner.place(spec) is None:
-            hopeless.add(key)
+        # Nobody leaves here, so where one had no room another of its kind has none.
+        if planner.place(spec) is None and alike:
+            break
     return dict(planner.placed)
 
 
@@ -99,7 +108,7 @@ def pack(
     found = _hold(devices, profiles, placed, method, trial)
     if method == "portfolio":
         equal = _hold(devices, profiles, place_all(devices, profiles, specs, "equal"), method, trial)
-        found = max(found, equal, key=lambda f: len(f[0]))
+        found = max(found, equal, key=lambda f: (equal[0].keys() <= f[0].keys(), len(f[0])))
     kept, verified = found
     return Packed(method, kept, tuple(s.name for s in specs if s.name not in kept), verified)
 

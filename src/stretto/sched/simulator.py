@@ -34,11 +34,17 @@ class Simulation:
         weather: Weather | None = None,
         slots: int = 0,
         trace: bool = False,
+        together: bool = True,
     ) -> None:
-        """Prepare a run. `slots` is the executor's chunk slots a device; 0 means enough."""
+        """Prepare a run.
+
+        Args:
+            slots: the executor's chunk slots a device; 0 means enough.
+            together: chunks that leave in one batch arrive as one; else an idle device starts with the first of them.
+        """
         self._weather = weather or Weather()
         self._random = random.Random(self._weather.seed)
-        self._limited = slots > 0
+        self._limited, self._together = slots > 0, together
         self._heap: list[tuple[float, int, int, object, object]] = []
         self._count = 0
         self._trace: list[Launch] | None = [] if trace else None
@@ -101,6 +107,8 @@ class Simulation:
             flow.key = device.arrived
             device.arrived += 1
             self._enqueue(now, device, flow)
+            if not self._together and not device.busy:
+                self._dispatch(now, device)
         if not device.busy:
             self._dispatch(now, device)
 
