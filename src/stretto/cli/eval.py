@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -37,6 +35,8 @@ class Args:
     """Folder for a film of each task's first episode."""
     api_key: str | None = None
     """For a server that asks for one."""
+    client: Literal["stretto", "openpi"] = "stretto"
+    """Who talks to a server: our client, or the one from PyPI that robots have."""
     json: bool = False
     """Print the result as JSON on standard output, and nothing else there."""
     out: Path | None = None
@@ -57,34 +57,34 @@ def run(args: Args) -> int:
         jsonl=args.jsonl,
         video=args.video,
     )
-    with _evaluated(args, settings) as result:
-        text = result.to_json()
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(text + "\n")
-        if args.json:
-            print(text)
-        else:
-            _table(result)
+    result = _evaluated(args, settings)
+    text = result.to_json()
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+    if args.json:
+        print(text)
+    else:
+        _table(result)
     return 0
 
 
-@contextmanager
-def _evaluated(args: Args, settings: Any) -> Iterator[Evaluation]:
+def _evaluated(args: Args, settings: Any) -> Evaluation:
     from dataclasses import replace
 
+    from stretto.deploy.provenance import commit, provenance
     from stretto.evals.evaluate import evaluate
-    from stretto.evals.policies import connect_to
+    from stretto.evals.policies import connect_stock, connect_to
 
     if args.policy in ("expert", "zero"):
-        yield evaluate(args.policy, settings, console=sys.stderr)  # type: ignore[arg-type]
-        return
+        result = evaluate(args.policy, settings, console=sys.stderr)  # type: ignore[arg-type]
+        return replace(result, details={"commit": commit()})
     if args.policy.startswith(("ws://", "wss://")):
-        connect = connect_to(args.policy, api_key=args.api_key, wait_s=10.0)
-        yield evaluate(None, settings, connect=connect, name=args.policy, console=sys.stderr)
-        return
+        stock = args.client == "openpi"
+        connect = connect_stock(args.policy) if stock else connect_to(args.policy, api_key=args.api_key, wait_s=10.0)
+        result = evaluate(None, settings, connect=connect, name=args.policy, console=sys.stderr)
+        return replace(result, details={"client": args.client, "commit": commit()})
     from stretto.deploy.policy import load_policy
-    from stretto.deploy.provenance import provenance
 
     policy = load_policy(args.policy, args.run.resolve())
     policy.warm()
@@ -95,7 +95,7 @@ def _evaluated(args: Args, settings: Any) -> Iterator[Evaluation]:
             "dtype": str(policy.loaded.model.module.dtype).removeprefix("torch."),
             "mode": policy.engine.plan.mode,
         }
-        yield replace(result, details=details)
+        return replace(result, details=details)
     finally:
         policy.close()
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.core.errors import ObservationError
+from stretto.core.errors import ConfigError, ObservationError
 from stretto.evals.env import Observation
 
 
@@ -145,5 +145,25 @@ def connect_to(url: str, *, api_key: str | None = None, wait_s: float = 0.0) -> 
         from stretto_client.policy import PolicyClient
 
         return PolicyClient(url, None, api_key=api_key, wait_s=wait_s)
+
+    return connect
+
+
+def connect_stock(url: str) -> Connect:
+    """Return a factory of connections by the openpi client from PyPI, as robots that know nothing of us have it.
+
+    Raises:
+        ConfigError: if `openpi-client` is not installed.
+    """
+    try:
+        from openpi_client.websocket_client_policy import WebsocketClientPolicy
+    except ImportError as e:
+        hint = "pip install --no-deps openpi-client dm-tree (it pins numpy below 2)"
+        raise ConfigError("client", got=f"openpi without its package ({e.name})", expected="openpi-client", hint=hint) from e
+
+    def connect() -> Policy:
+        # Its own reader of `host` takes a whole URL when there is no port.
+        policy: Policy = WebsocketClientPolicy(url, None)
+        return policy
 
     return connect
