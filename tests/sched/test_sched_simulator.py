@@ -182,3 +182,15 @@ def test_a_stream_that_asks_too_much_breaks_its_promise_and_is_named() -> None:
     assert not Simulation(load, runs).run(20.0).broken(5.0)
     runs += [StreamRun(f"more{i}", "m", interval_s=0.2, response_s=0.5) for i in range(2)]
     assert "interval" in Simulation(load, runs).run(20.0).broken(5.0).values()
+
+
+def test_chunks_handed_over_one_by_one_meet_in_smaller_batches_on_an_idle_device() -> None:
+    profile = toy(4, 1, fixed_s=0.02, per_row_s=0.002, max_batch=4)
+    plan = replace(by_block(profile, pool(2), batch_cap=4), in_flight=4)
+    sizes = {}
+    for together in (True, False):
+        runs = [StreamRun(f"s{i}", "m", chunks=20, interval_s=0.2) for i in range(3)]
+        outcome = Simulation({"m": Load(plan, profile)}, runs, trace=True, together=together).run(math.inf)
+        second = [len(t.chunks) for t in outcome.trace or () if t.device == "gpu:1"]
+        sizes[together] = sum(second) / len(second)
+    assert sizes[True] > sizes[False]

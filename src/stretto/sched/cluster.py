@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from stretto.core.errors import ConfigError, PlanError
 from stretto.core.plan import Device
@@ -63,11 +62,6 @@ class ModelView:
 
     def __len__(self) -> int:
         return len(self.columns)
-
-    @cached_property
-    def alone_s(self) -> float:
-        """Response latency of one chunk on one empty device, without cuts."""
-        return self.profile.work_s
 
     def hop_s(self, a: Device, b: Device) -> float:
         link = self.profile.links["peer" if a.node == b.node else "node"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stretto.core.plan import Device, Plan
 from stretto.sched.cluster import Cluster, Placed, StreamSpec
@@ -151,7 +151,3 @@ def verify(
                 return best
     assert best is not None
     return best
-
-
-def noisy(trial: Trial, noise: float, seed: int = 0) -> Trial:
-    return replace(trial, weather=Weather(seed=seed, noise=noise))
