@@ -39,7 +39,7 @@ def test_one_stage_a_device_gives_the_slowest_stage() -> None:
     profile = toy(5, 4)
     plan = by_stage(profile, pool(20))
     outcome = saturate(profile, plan, chunks=100)
-    assert interval(outcome, 40) == pytest.approx(0.01)
+    assert interval(outcome, 40) == pytest.approx(0.01, rel=1e-4)
     assert outcome.streams[0].responses_s()[0] == pytest.approx(0.2)
 
 
@@ -97,7 +97,7 @@ def test_a_lone_stream_gains_from_batches_only_up_to_its_steps() -> None:
     profile = toy(4, 4, fixed_s=0.01, per_row_s=0.005, max_batch=8)
     plan = whole(profile, pool(1)[0], batch_cap=8)
     at = {n: interval(saturate(profile, replace(plan, in_flight=n), chunks=300)) for n in (1, 4, 8)}
-    assert at[1] == pytest.approx(16 * 0.015)
+    assert at[1] == pytest.approx(16 * 0.015, rel=1e-4)
     assert at[4] == pytest.approx(16 * 0.030 / 4, rel=0.1)
     assert at[8] > at[4] * 0.98
 

@@ -101,6 +101,8 @@ class Run:
     blocked: dict[tuple[int, int], list[Flow]] = field(default_factory=dict)
     """(placement, chunk) that must pass first -> chunks that wait for it."""
     chunk: int = 0
+    scheduled_s: float = -1.0
+    """When the next chunk is due, once that is on the calendar."""
     flying: int = 0
     served: float = 0.0
     gone: str = ""

@@ -16,6 +16,7 @@ from stretto.sched.outcome import Launch, Outcome
 from stretto.sched.sim_state import Flow, Load, Run, SimDevice, StreamRun, Weather, build_devices, build_run
 
 _DONE, _ARRIVE, _SUBMIT, _STOP, _FAIL = range(5)
+_RETURN_S = 1e-6
 
 
 class Simulation:
@@ -92,7 +93,9 @@ class Simulation:
         while not run.gone and run.flying < run.credit and (not spec.chunks or run.chunk < spec.chunks):
             due = run.due_s(run.chunk, now)
             if due > now + 1e-12:
-                self._push(due, _SUBMIT, run, None)
+                if run.scheduled_s != due:
+                    run.scheduled_s = due
+                    self._push(due, _SUBMIT, run, None)
                 return
             flow = Flow(run, run.chunk, due, now)
             run.chunk += 1
@@ -201,7 +204,6 @@ class Simulation:
         heapq.heappush(self._heap, (now + seconds, self._count, _DONE, device, batch))
 
     def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
-        device.busy = False
         if device.dead:
             return
         leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
@@ -224,6 +226,7 @@ class Simulation:
                 self._release(device, flow)
                 there, delay = run.device[at + 1], run.delay[at]
                 leaving.setdefault((there.name, delay), (there, []))[1].append(flow)
+        device.busy = False
         for (_, delay), (there, flows) in leaving.items():
             if delay:
                 self._push(now + delay, _ARRIVE, there, flows)
@@ -236,7 +239,8 @@ class Simulation:
         run = flow.run
         run.outcome.done.append((flow.chunk, flow.due, now))
         run.flying -= 1
-        self._submit(now, run)
+        # The device goes on with what it has; the credit comes back through the host.
+        self._push(now + _RETURN_S, _SUBMIT, run, None)
 
     def _release(self, device: SimDevice, flow: Flow) -> None:
         if flow.held:
@@ -249,8 +253,7 @@ class Simulation:
         self._release(device, flow)
         flow.run.outcome.refused.append((flow.chunk, now, reason))
         flow.run.flying -= 1
-        if flow.run.credit == flow.run.flying + 1:  # it had waited for this credit
-            self._push(now, _SUBMIT, flow.run, None)
+        self._push(now + _RETURN_S, _SUBMIT, flow.run, None)
 
     def _stop(self, run: Run, why: str) -> None:
         run.gone = run.outcome.ended = why
