@@ -99,7 +99,7 @@ def test_a_lone_stream_gains_from_batches_only_up_to_its_steps() -> None:
     at = {n: interval(saturate(profile, replace(plan, in_flight=n), chunks=300)) for n in (1, 4, 8)}
     assert at[1] == pytest.approx(16 * 0.015, rel=1e-4)
     assert at[4] == pytest.approx(16 * 0.030 / 4, rel=0.1)
-    assert at[8] > at[4] * 0.98
+    assert at[8] == pytest.approx(16 * 0.030 / 4, rel=0.01)  # four steps, so four of its chunks meet at a block at most
 
 
 @pytest.mark.parametrize(("steps", "devices"), [(4, 3), (4, 4), (4, 8), (2, 5), (3, 6)])
