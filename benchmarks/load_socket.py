@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from load import MISSES, SETS, Demand, Search, compare
+from fleet import Demand
+from load import MISSES, SETS, Search, compare
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import RefusedError

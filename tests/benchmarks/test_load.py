@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import fleet
 import load
 import numpy as np
 import pytest
@@ -73,12 +74,12 @@ class Scripted:
 
 @pytest.mark.parametrize("loop", ["open", "closed"])
 def test_robots_ask_at_their_rate_and_every_request_ends_in_one_way(loop: str, inputs: list[Inputs]) -> None:
-    demand = load.Demand(chunks_hz=20.0, loop=loop)
+    demand = fleet.Demand(chunks_hz=20.0, loop=loop)
     server = Scripted()
-    asked = load.Trial(server, demand, 3, inputs, seed=0).run(1.0)
+    asked = fleet.Trial(server, demand, 3, inputs, seed=0).run(1.0)
     assert len(asked) == len(server.deadlines)
     assert 3 * 15 <= len(asked) <= 3 * 21
-    found = load.summary(asked, 3, demand, 0.0, 1.0)
+    found = fleet.summary(asked, 3, demand, 0.0, 1.0)
     assert found["refused"] == {"deadline": len(asked) // 3}
     assert found["late"] + sum(found["refused"].values()) == round(found["missed"] * len(asked))
     for a, deadline_s in zip(asked, sorted(server.deadlines), strict=True):
@@ -87,9 +88,9 @@ def test_robots_ask_at_their_rate_and_every_request_ends_in_one_way(loop: str, i
 
 
 def test_the_trace_of_a_trial_can_be_placed_on_the_roofline(inputs: list[Inputs]) -> None:
-    demand = load.Demand(chunks_hz=20.0)
-    asked = load.Trial(Scripted(), demand, 2, inputs, seed=1).run(0.5)
-    requests = parse_trace(load.trace_lines(asked, demand, horizon=10))
+    demand = fleet.Demand(chunks_hz=20.0)
+    asked = fleet.Trial(Scripted(), demand, 2, inputs, seed=1).run(0.5)
+    requests = parse_trace(fleet.trace_lines(asked, demand, horizon=10))
     assert len(requests) == len(asked)
     point = locate("scripted", requests)
     assert point.control_hz == 100.0
@@ -121,9 +122,9 @@ def test_both_servers_give_the_same_actions(theirs: SingleFlight, ours: load.Dea
 def test_a_fleet_beyond_the_limit_is_refused_with_reasons_and_the_rest_is_on_time(
     ours: load.DeadlineAware, inputs: list[Inputs]
 ) -> None:
-    demand = load.Demand(chunks_hz=20.0, deadline_ms=25.0, network_ms=0.5, network_jitter_ms=0.0)
-    asked = load.Trial(ours, demand, 24, inputs, seed=2).run(1.0)
-    found = load.summary(asked, 24, demand, 0.0, 1.0)
+    demand = fleet.Demand(chunks_hz=20.0, deadline_ms=25.0, network_ms=0.5, network_jitter_ms=0.0)
+    asked = fleet.Trial(ours, demand, 24, inputs, seed=2).run(1.0)
+    found = fleet.summary(asked, 24, demand, 0.0, 1.0)
     assert set(found["refused"]) <= {"deadline", "superseded"}
     assert found["refused"].get("deadline", 0) > 0
 
@@ -134,7 +135,7 @@ def test_the_search_ends_at_the_largest_fleet_that_holds() -> None:
             return {"robots": robots, "missed": 0.0 if robots <= 11 else 0.5, "goodput_chunks_s": 1.0}, []
 
     nothing: Sequence[Inputs] = []
-    best, tried = Known(load.Demand(), nothing, 1.0).largest(Scripted())
+    best, tried = Known(fleet.Demand(), nothing, 1.0).largest(Scripted())
     assert best["robots"] == 11
     assert [t["robots"] for t in tried] == [1, 2, 4, 8, 16, 12, 10, 11]
     json.dumps(tried)

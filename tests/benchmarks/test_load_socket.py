@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from load import Demand, Trial, summary
+from fleet import Demand, Trial, summary
 from load_socket import Served, observations
 
 from stretto.deploy.policy import PolicyOptions

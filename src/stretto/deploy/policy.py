@@ -6,134 +6,30 @@ The server, evaluation in process, and scripts use the same object, so an observ
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from stretto.control.rtc import Schedule
 from stretto.core.chunk import Chunk
-from stretto.core.errors import ConfigError, DeadlineError, ObservationError, StrettoError, SupersededError
-from stretto.core.plan import Plan, per_visit, whole
+from stretto.core.errors import DeadlineError, ObservationError, StrettoError, SupersededError
 from stretto.core.policy import PolicyReply, RequestOptions, Session
 from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
-from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
-from stretto.deploy.realtime import Realtime, Wish
+from stretto.deploy.device import resolve_device, resolve_dtype
+from stretto.deploy.policy_options import PlanKind, PolicyOptions, plan_for
+from stretto.deploy.realtime import Realtime
+from stretto.deploy.tickets import RobotState, Ticket
 from stretto.processors.policy import ModelInputs
-from stretto.processors.stats import Degenerate
-from stretto.runtime.engine import Engine, Stream
+from stretto.runtime.engine import Engine
 from stretto.runtime.noise import noise
 
-PlanKind = Literal["auto", "whole", "per_visit"]
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """How a policy is run. `auto` takes the first CUDA device with bf16 and graphs, or the CPU with fp32, eager."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    mode: str = "auto"
-    plan: PlanKind = "auto"
-    """`whole`: one segment, the lowest latency of one robot. `per_visit`: robots join and leave batches between denoise
-    steps. `auto` is `whole` for a batch of one and `per_visit` above."""
-    max_batch: int = 8
-    """Most robots in one batch."""
-    dispatch: str | None = None
-    """Dispatch policy. None takes `deadline_limited`: the most urgent robot first, in batches with which it is still on time;
-    what cannot be on time is refused, and a robot's newer observation takes the place of one that has not started."""
-    rtc: tuple[str, ...] | None = None
-    """Modes of real-time chunking that requests may ask for: `identity`, `vjp`, `hard` (for policies trained with given
-    actions). The first is taken where a request names none. `vjp` makes every denoise step of every robot slower. None
-    offers `identity`, and before it `hard` where the checkpoint says that it was trained for that."""
-    control_hz: float | None = None
-    """Control rate of the robots; with it, deadlines follow from the steps that requests name."""
-    max_delay: int | None = None
-    """Longest delay, in control steps, that requests may name; None takes what the checkpoint was trained for where `hard`
-    is offered, and else all but a whole chunk."""
-    robot_period_ms: float | None = None
-    """How often every robot asks. With `robot_deadline_ms`, a robot is admitted only if all of them, it included, are
-    predicted to be on time at the 99th percentile."""
-    robot_deadline_ms: float | None = None
-    rtc_schedule: Schedule = "exp"
-    rtc_cap: float = 5.0
-    """Bound on the strength of a correction."""
-    preset: str | None = None
-    """Observation keys: `libero`, `droid`, `aloha`, `metaworld`, or a key-map file. None takes the checkpoint's."""
-    tokenizer: Path | None = None
-    default_prompt: str | None = None
-    optional_cameras: tuple[str, ...] = ()
-    """Cameras a request may leave out; their slot is masked, as in training."""
-    degenerate: Degenerate = "refuse"
-    """Statistics without spread: `refuse` the checkpoint, or `hold` those dimensions at their constant."""
-    denoise_steps: int | None = None
-    """Euler steps a chunk; None takes the checkpoint's."""
-    seed: int = 0
-    threads: int = min(4, os.cpu_count() or 1)
-    """Threads that prepare observations."""
-
-
-def plan_for(loaded: Loaded, options: PolicyOptions, device: torch.device) -> Plan:
-    """Make the plan that the options ask for."""
-    if options.max_batch < 1:
-        raise ConfigError("max_batch", got=options.max_batch, expected="1 or more")
-    mode = resolve_mode(options.mode, device)
-    kind = options.plan if options.plan != "auto" else ("whole" if options.max_batch == 1 else "per_visit")
-    route = loaded.model.route
-    if kind == "whole":
-        plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
-    else:
-        plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
-    return plan.with_dispatch(options.dispatch or "deadline_limited")
-
-
-@dataclass(eq=False)
-class _Robot:
-    """What the policy remembers of one session."""
-
-    stream: Stream
-    asked: int = 0
-    """Requests so far."""
-    episode: int = 0
-    last_HD: np.ndarray[Any, Any] | None = None
-    """The last chunk given in this episode, in the robot's units."""
-    last_chunk: int = -1
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-    def forget(self) -> None:
-        self.episode += 1
-        self.last_HD = None
-
-    def remember(self, episode: int, chunk: int, actions_HD: np.ndarray[Any, Any]) -> None:
-        with self.turn:
-            if episode == self.episode and chunk > self.last_chunk:
-                self.last_HD, self.last_chunk = actions_HD, chunk
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """One request on its way through the policy."""
-
-    reply: Future[PolicyReply]
-    observation: Mapping[str, object]
-    options: RequestOptions
-    robot: _Robot
-    number: int
-    episode: int
-    wish: Wish
-    arrived_s: float
-    deadline_s: float
-    preprocess_ms: float = 0.0
-    overdue: bool = False
-    """Refused for its deadline once, and served late because the client wants that."""
+__all__ = ["PlanKind", "Policy", "PolicyOptions", "load_policy", "plan_for"]
 
 
 class Policy:
@@ -143,7 +39,7 @@ class Policy:
         self.loaded, self.options = loaded, options
         self.processor = loaded.processor
         self.device = resolve_device(options.device)
-        self.engine = Engine(loaded.model, plan_for(loaded, options, self.device))
+        self.engine = Engine(loaded.model, plan_for(loaded.model.route, options, self.device))
         trained = loaded.trained_delay or None
         self.realtime = Realtime(
             modes=loaded.model.rtc_modes,
@@ -156,7 +52,7 @@ class Policy:
             cap=options.rtc_cap,
         )
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="prepare")
-        self._robots: dict[Session, _Robot] = {}
+        self._robots: dict[Session, RobotState] = {}
         self._lock = threading.Lock()
         self._own: list[Session] = []
         self._gate = Gate(options.robot_period_ms, options.robot_deadline_ms)
@@ -209,7 +105,7 @@ class Policy:
         stream = self.engine.open(seed=self.options.seed)
         session = Session(session_id, peer, stream.id)
         with self._lock:
-            self._robots[session] = _Robot(stream)
+            self._robots[session] = RobotState(stream)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -238,7 +134,7 @@ class Policy:
             number, episode = robot.asked, robot.episode
         deadline_s = now_s + self.realtime.allowance_s(options)
         reply: Future[PolicyReply] = Future()
-        ticket = _Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
+        ticket = Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
         self._pool.submit(self._prepare, ticket)
         return reply
 
@@ -289,7 +185,7 @@ class Policy:
         self._pool.shutdown(cancel_futures=True)
         self.engine.close()
 
-    def _prepare(self, ticket: _Ticket) -> None:
+    def _prepare(self, ticket: Ticket) -> None:
         if not ticket.reply.set_running_or_notify_cancel():
             return
         try:
@@ -300,11 +196,11 @@ class Policy:
         except StrettoError as error:
             ticket.reply.set_exception(error)
 
-    def _check_newest(self, ticket: _Ticket) -> None:
+    def _check_newest(self, ticket: Ticket) -> None:
         if ticket.number < ticket.robot.asked and self.engine.plan.dispatch == "deadline_limited":
             raise SupersededError("superseded", "a newer observation of the same robot took its place")
 
-    def _hand_in(self, ticket: _Ticket, inputs: ModelInputs) -> None:
+    def _hand_in(self, ticket: Ticket, inputs: ModelInputs) -> None:
         robot = ticket.robot
         deadline_s = math.inf if ticket.overdue else ticket.deadline_s
         with robot.turn:
@@ -315,7 +211,7 @@ class Policy:
             chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s)
         chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs))
 
-    def _rows(self, inputs: ModelInputs, ticket: _Ticket) -> dict[str, np.ndarray[Any, Any]]:
+    def _rows(self, inputs: ModelInputs, ticket: Ticket) -> dict[str, np.ndarray[Any, Any]]:
         config, options, stream = self.loaded.model.config, ticket.options, ticket.robot.stream
         shape = (config.action_horizon, config.action_dim)
         if options.noise_HD is not None:
@@ -335,7 +231,7 @@ class Policy:
         )
         return {**rows, **guidance, "x": x}
 
-    def _finish(self, ticket: _Ticket, done: Future[Chunk], inputs: ModelInputs) -> None:
+    def _finish(self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs) -> None:
         try:
             chunk = done.result()
         except DeadlineError as error:
@@ -351,13 +247,13 @@ class Policy:
             return
         self._reply(ticket, chunk, inputs)
 
-    def _again(self, ticket: _Ticket, inputs: ModelInputs) -> None:
+    def _again(self, ticket: Ticket, inputs: ModelInputs) -> None:
         try:
             self._hand_in(ticket, inputs)
         except StrettoError as error:
             ticket.reply.set_exception(error)
 
-    def _reply(self, ticket: _Ticket, chunk: Chunk, inputs: ModelInputs) -> None:
+    def _reply(self, ticket: Ticket, chunk: Chunk, inputs: ModelInputs) -> None:
         begin = time.perf_counter()
         try:
             actions = self.processor.postprocess(chunk.outputs["x"], inputs.context)

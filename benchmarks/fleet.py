@@ -1,0 +1,224 @@
+"""Simulated robots that ask a server for action chunks by the wall clock, and what became of their requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+import numpy as np
+from fcfs_single_flight import Inputs
+
+from stretto.core.chunk import Chunk
+from stretto.core.errors import RefusedError, StrettoError
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What every robot asks for."""
+
+    chunks_hz: float = 10.0
+    executed_steps: int = 5
+    deadline_ms: float = 100.0
+    jitter: float = 0.1
+    """Share of the period by which an observation may be early or late."""
+    network_ms: float = 2.0
+    """One way."""
+    network_jitter_ms: float = 1.0
+    loop: str = "closed"
+
+    @property
+    def period_s(self) -> float:
+        return 1.0 / self.chunks_hz
+
+    @property
+    def control_hz(self) -> float:
+        return self.chunks_hz * self.executed_steps
+
+
+class Server(Protocol):
+    name: str
+
+    def join(self, robot: int) -> None: ...
+    def leave_all(self) -> None: ...
+    def submit(self, robot: int, inputs: Inputs, deadline_s: float) -> Future[Chunk]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Asked:
+    """One request, as its robot saw it."""
+
+    robot: int
+    observed_s: float
+    there_s: float
+    """Network, one way each."""
+    back_s: float
+    arrived_s: float = float("nan")
+    status: str = "ok"
+    reason: str = ""
+    chunk: Chunk | None = None
+
+    @property
+    def latency_s(self) -> float:
+        return self.arrived_s - self.observed_s
+
+
+@dataclass(order=True)
+class _Event:
+    at_s: float
+    number: int
+    act: Callable[[], None] = field(compare=False)
+
+
+class Trial:
+    """N robots against one server for some seconds of wall clock, driven from one thread."""
+
+    def __init__(self, server: Server, demand: Demand, robots: int, inputs: Sequence[Inputs], seed: int) -> None:
+        self.server, self.demand, self.robots, self.inputs = server, demand, robots, inputs
+        self.rng = np.random.default_rng(seed)
+        self.asked: list[Asked] = []
+        self._events: list[_Event] = []
+        self._numbers = 0
+        self._wake = threading.Condition()
+        self._open = 0
+
+    def run(self, seconds: float) -> list[Asked]:
+        """Run, wait for what is still out, and return every request in order of observation."""
+        begin_s = time.monotonic() + 0.05
+        self._end_s = begin_s + seconds
+        for robot in range(self.robots):
+            self.server.join(robot)
+            self._at(begin_s + float(self.rng.uniform(0, self.demand.period_s)), lambda r=robot: self._observe(r, None))
+        while self._step():
+            pass
+        give_up_s = time.monotonic() + 30.0
+        with self._wake:
+            while self._open and time.monotonic() < give_up_s:
+                self._wake.wait(0.1)
+        self.server.leave_all()
+        return sorted(self.asked, key=lambda a: a.observed_s)
+
+    def _at(self, at_s: float, act: Callable[[], None]) -> None:
+        with self._wake:
+            self._numbers += 1
+            heappush(self._events, _Event(at_s, self._numbers, act))
+            self._wake.notify()
+
+    def _step(self) -> bool:
+        with self._wake:
+            now_s = time.monotonic()
+            if not self._events:
+                if not self._open or now_s > self._end_s:
+                    return False
+                self._wake.wait(0.02)
+                return True
+            if self._events[0].at_s > now_s:
+                self._wake.wait(self._events[0].at_s - now_s)
+                return True
+            event = heappop(self._events)
+        event.act()
+        return True
+
+    def _observe(self, robot: int, planned_s: float | None) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._end_s:
+            return
+        planned_s = now_s if planned_s is None else planned_s
+        d = self.demand
+        ways = (d.network_ms + d.network_jitter_ms * self.rng.uniform(0, 1, 2)) / 1e3
+        asked = Asked(robot, now_s, *map(float, ways))
+        self.asked.append(asked)
+        with self._wake:
+            self._open += 1
+        self._at(now_s + asked.there_s, lambda: self._send(asked, planned_s))
+        if d.loop == "open":
+            self._next(robot, planned_s, now_s)
+
+    def _next(self, robot: int, planned_s: float, free_s: float) -> None:
+        """Plan the next observation on the robot's own grid; one that waited for an answer skips the beats it missed."""
+        period_s = self.demand.period_s
+        beats = max(1, int(np.ceil((free_s - planned_s) / period_s - 1e-9)))
+        grid_s = planned_s + beats * period_s
+        off_s = float(self.rng.uniform(-1, 1)) * self.demand.jitter * period_s
+        self._at(max(free_s, grid_s + off_s), lambda: self._observe(robot, grid_s))
+
+    def _send(self, asked: Asked, planned_s: float) -> None:
+        d = self.demand
+        deadline_s = asked.observed_s + d.deadline_ms / 1e3 - asked.back_s
+        inputs = self.inputs[len(self.asked) % len(self.inputs)]
+        future = self.server.submit(asked.robot, inputs, deadline_s)
+        future.add_done_callback(lambda f: self._answered(asked, planned_s, f))
+
+    def _answered(self, asked: Asked, planned_s: float, future: Future[Chunk]) -> None:
+        asked.arrived_s = time.monotonic() + asked.back_s
+        error = None if not future.cancelled() else StrettoError("dropped at the end")
+        error = error or future.exception()
+        if error is not None:
+            asked.status = "refused" if isinstance(error, RefusedError) else "failed"
+            asked.reason = getattr(error, "reason", "") or type(error).__name__
+        else:
+            asked.chunk = future.result()
+            asked.status = "late" if asked.latency_s * 1e3 > self.demand.deadline_ms else "ok"
+        if self.demand.loop == "closed":
+            self._next(asked.robot, planned_s, asked.arrived_s)
+        with self._wake:
+            self._open -= 1
+            self._wake.notify()
+
+
+def summary(asked: Sequence[Asked], robots: int, demand: Demand, warmup_s: float, seconds: float) -> dict[str, Any]:
+    """Return what one trial found; the first `warmup_s` do not count."""
+    begin_s = min(a.observed_s for a in asked) + warmup_s
+    counted = [a for a in asked if a.observed_s >= begin_s]
+    answered = [a for a in counted if a.chunk is not None]
+    by_robot = [[a for a in counted if a.robot == r] for r in range(robots)]
+    missed = [sum(a.status != "ok" for a in mine) / len(mine) for mine in by_robot if mine]
+    reasons = sorted({a.reason for a in counted if a.reason})
+    latencies = [a.latency_s * 1e3 for a in answered] or [float("nan")]
+    batches = [max(a.chunk.batch_sizes.values()) for a in answered if a.chunk] or [0]
+    on_time = sum(a.status == "ok" for a in counted)
+    return {
+        "robots": robots,
+        "requests": len(counted),
+        "demand_chunks_s": round(robots * demand.chunks_hz, 3),
+        "goodput_chunks_s": round(on_time / (seconds - warmup_s), 3),
+        "missed": round(1 - on_time / len(counted), 5) if counted else 1.0,
+        "missed_worst_robot": round(max(missed), 5) if missed else 1.0,
+        "late": sum(a.status == "late" for a in counted),
+        "refused": {reason: sum(a.reason == reason for a in counted) for reason in reasons},
+        "latency_ms_p50": round(float(np.quantile(latencies, 0.5)), 3),
+        "latency_ms_p99": round(float(np.quantile(latencies, 0.99)), 3),
+        "batch_mean": round(float(np.mean(batches)), 3),
+        "batch_max": int(max(batches)),
+    }
+
+
+def trace_lines(asked: Sequence[Asked], demand: Demand, horizon: int) -> list[str]:
+    """Return the requests in the form that `stretto roofline` reads."""
+    fixed = {
+        "executed_steps": demand.executed_steps,
+        "control_hz": demand.control_hz,
+        "horizon": horizon,
+        "deadline_s": demand.deadline_ms / 1e3,
+        "mode": "naive",
+    }
+    lines = []
+    for a in asked:
+        line: dict[str, Any] = {**fixed, "robot": str(a.robot), "t_s": a.observed_s, "status": a.status}
+        if a.reason:
+            line["reason"] = a.reason
+        if a.chunk is not None:
+            queue_s = a.chunk.queue_ms / 1e3
+            network_s = a.there_s + a.back_s
+            inference_s = max(0.0, a.latency_s - network_s - queue_s)
+            stages = {name: ms / 1e3 for name, ms in a.chunk.stage_ms.items()}
+            parts = {"observe_s": 0.0, "transfer_s": network_s, "queue_s": queue_s, "inference_s": inference_s}
+            line |= {**parts, "actuate_s": 0.0, "batch": max(a.chunk.batch_sizes.values()), "stage_s": stages}
+        lines.append(json.dumps(line))
+    return lines
