@@ -42,9 +42,9 @@ from stretto.sched.profile import Profile, Provenance, StageProfile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-FIXED_S, PER_ROW_S = 0.012, 0.008
-HIDDEN_S = 0.010
-STRETCH = 2.5  # of all durations below
+FIXED_S, PER_ROW_S = 0.030, 0.020
+HIDDEN_S = 0.025
+STRETCH = 3.0  # of all durations below
 
 
 class DeviceClock(threading.local):
@@ -178,9 +178,9 @@ def cases() -> list[Case]:
             mixed,
             8,
             2,
-            [("first", 0.0, math.inf), ("second", 2.0, math.inf), ("third", 0.0, 5.0)],
-            8.0,
-            ((0.5, 2.0), (2.8, 5.0), (5.8, 8.0)),
+            [("first", 0.0, math.inf), ("second", 4.0, math.inf), ("third", 0.0, 8.0)],
+            12.0,
+            ((0.5, 4.0), (4.8, 8.0), (8.8, 12.0)),
         ),
     ]
     return out + [convoy(cap) for cap in (1, 4, 16)]
@@ -193,7 +193,7 @@ def convoy(cap: int) -> Case:
     plan = by_block(p, devices(4), quantum=5)
     plan = replace(plan, batch_caps={d.name: cap for d in plan.devices}, in_flight=4, dispatch="first_come_first_served")
     streams = tuple(("default", 0.1 * i, math.inf) for i in range(4))
-    case = Case.of(f"convoy: 4 devices, 16 chunks in flight, batch cap {cap}", plan, 30, 4, streams, 9.0)
+    case = Case.of(f"convoy: 4 devices, 16 chunks in flight, batch cap {cap}", plan, 30, 4, streams, 6.0)
     return replace(case, fixed_s=fixed_s, per_row_s=per_row_s)
 
 
