@@ -188,12 +188,13 @@ class Policy:
     def _prepare(self, ticket: Ticket) -> None:
         if not ticket.reply.set_running_or_notify_cancel():
             return
+        # The edge of one request: a fault that nobody foresaw must not leave its robot waiting.
         try:
             self._check_newest(ticket)
             inputs = self.processor.preprocess(ticket.observation)
             ticket.preprocess_ms = (self.engine.now_s - ticket.arrived_s) * 1e3
             self._hand_in(ticket, inputs)
-        except StrettoError as error:
+        except Exception as error:
             ticket.reply.set_exception(error)
 
     def _check_newest(self, ticket: Ticket) -> None:
@@ -232,51 +233,36 @@ class Policy:
         return {**rows, **guidance, "x": x}
 
     def _finish(self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs) -> None:
+        # The edge again, on the engine's thread.
         try:
-            chunk = done.result()
-        except DeadlineError as error:
-            if not ticket.options.late or ticket.overdue:
-                ticket.reply.set_exception(error)
-                return
-            # Without a deadline it yields to all that can still be on time, so lateness does not spread.
-            ticket.overdue = True
-            self._again(ticket, inputs)
-            return
-        except StrettoError as error:
-            ticket.reply.set_exception(error)
-            return
-        self._reply(ticket, chunk, inputs)
+            error = done.exception()
+            if isinstance(error, DeadlineError) and ticket.options.late and not ticket.overdue:
+                # Without a deadline it yields to all that can still be on time, so lateness does not spread.
+                ticket.overdue = True
+                self._hand_in(ticket, inputs)
+            else:
+                ticket.reply.set_result(self._reply(ticket, done.result(), inputs))
+        except Exception as failure:
+            ticket.reply.set_exception(failure)
 
-    def _again(self, ticket: Ticket, inputs: ModelInputs) -> None:
-        try:
-            self._hand_in(ticket, inputs)
-        except StrettoError as error:
-            ticket.reply.set_exception(error)
-
-    def _reply(self, ticket: Ticket, chunk: Chunk, inputs: ModelInputs) -> None:
-        begin = time.perf_counter()
-        try:
-            actions = self.processor.postprocess(chunk.outputs["x"], inputs.context)
-        except StrettoError as error:
-            ticket.reply.set_exception(error)
-            return
+    def _reply(self, ticket: Ticket, chunk: Chunk, inputs: ModelInputs) -> PolicyReply:
+        begin_s = time.perf_counter()
+        actions = self.processor.postprocess(chunk.outputs["x"], inputs.context)
         ticket.robot.remember(ticket.episode, chunk.index, actions)
-        postprocess_ms = (time.perf_counter() - begin) * 1e3
+        postprocess_ms = (time.perf_counter() - begin_s) * 1e3
         notes = (f"{inputs.clipped_values} pixel values were clipped to the valid range",) if inputs.clipped_values else ()
-        ticket.reply.set_result(
-            PolicyReply(
-                actions=actions.copy(),
-                infer_ms=chunk.run_ms,
-                queue_ms=chunk.queue_ms,
-                stage_ms={"preprocess": ticket.preprocess_ms, **chunk.stage_ms, "postprocess": postprocess_ms},
-                batch_size=max(chunk.batch_sizes.values()),
-                mode=chunk.mode,
-                weight_version=self.weight_version,
-                request_id=ticket.options.request_id,
-                prefix_steps_honoured=ticket.wish.delay,
-                late=ticket.overdue or self.engine.now_s > ticket.deadline_s,
-                notes=notes,
-            )
+        return PolicyReply(
+            actions=actions.copy(),
+            infer_ms=chunk.run_ms,
+            queue_ms=chunk.queue_ms,
+            stage_ms={"preprocess": ticket.preprocess_ms, **chunk.stage_ms, "postprocess": postprocess_ms},
+            batch_size=max(chunk.batch_sizes.values()),
+            mode=chunk.mode,
+            weight_version=self.weight_version,
+            request_id=ticket.options.request_id,
+            prefix_steps_honoured=ticket.wish.delay,
+            late=ticket.overdue or self.engine.now_s > ticket.deadline_s,
+            notes=notes,
         )
 
 
