@@ -222,7 +222,7 @@ def draw(rows: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
         largest.plot(delays, [r["largest_step_mean"] for r in mine], **line)
         seams.plot(delays, [r["seam_step_mean"] or 0.0 for r in mine], **line)
     success.set(ylabel="success, %", ylim=(-2, 102))
-    largest.set(ylabel="largest step between commands, mean of episodes", ylim=(0, None))
+    largest.set(ylabel="largest step between commands", ylim=(0, None))
     seams.set(ylabel="step where chunks meet, mean", ylim=(0, None))
     for axes in (success, largest, seams):
         axes.set_xlabel("delay, control steps")
