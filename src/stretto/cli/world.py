@@ -106,11 +106,13 @@ class Run:
             world.warm()
             session = world.open(prompt, seed=self.seed, seeding=self.seeding)
             hz = world.model.config.frame_hz
-            chunks = _make(world, session, round(self.seconds * hz))
+            wanted = max(1, round(self.seconds * hz))
+            chunks = _make(world, session, wanted)
         finally:
             world.close()
         path = self._playable(self.out)
-        write_video(path, [frame for chunk in chunks if chunk.frames is not None for frame in chunk.frames], hz)
+        frames = [frame for chunk in chunks if chunk.frames is not None for frame in chunk.frames]
+        write_video(path, frames[:wanted], hz)
         print(path)
         return 0
 
