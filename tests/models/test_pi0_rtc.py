@@ -208,7 +208,10 @@ def run(model: pi0.Pi0Model, inputs: dict[str, Tensor], *, one_visit_at_a_time: 
     engine.warm()
     try:
         rows = [{name: value[i].numpy() for name, value in inputs.items()} for i in range(len(inputs["x"]))]
-        futures = [engine.open().submit(row, lengths={"prompt": int(row["token_count"])}) for row in rows]
+        streams = [engine.open() for _ in rows]
+        # In one batch whatever the machine is doing: other batch sizes round differently.
+        with engine.together():
+            futures = [s.submit(row, lengths={"prompt": int(row["token_count"])}) for s, row in zip(streams, rows, strict=True)]
         return np.stack([future.result(30).outputs["x"] for future in futures])
     finally:
         engine.close()
