@@ -56,6 +56,8 @@ class WorldOptions:
     """Most sessions at a time; memory for the state of all of them is taken at the start."""
     read_ahead: int = 0
     """Chunks of a session that are made before they are read; 0: as many as the plan keeps in flight."""
+    ahead: int = 1
+    """Chunks of a session that are admitted beyond those that compute, so that no device waits for the host."""
     text_encoder: str | None = None
     """A folder with a UMT5 encoder and its tokenizer, or `hash` for models that know no language. None: embeddings only."""
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -79,8 +81,9 @@ class World:
             ConfigError: if an option cannot be used. CheckpointError: if a checkpoint cannot.
             PlanError: if there are more devices than parts of the route.
         """
-        if options.streams < 1 or options.batch_cap < 1:
-            raise ConfigError("streams, batch_cap", got=(options.streams, options.batch_cap), expected="1 or more")
+        for name, least in (("streams", 1), ("batch_cap", 1), ("ahead", 0), ("read_ahead", 0)):
+            if getattr(options, name) < least:
+                raise ConfigError(name, got=getattr(options, name), expected=f"{least} or more")
         self.options = options
         names = tuple(str(resolve_device(d)) if d == "auto" else d for d in options.devices)
         first = torch.device(names[0] if names[0].startswith("cuda") else "cpu")
@@ -92,7 +95,8 @@ class World:
         mode: Mode = resolve_mode(options.mode, first)
         self.encoder = encoder_of(config, options.text_encoder)
         described = share(device="cpu", only=())
-        self.plan: Plan = place(described, options.plan, names, batch_cap=options.batch_cap, mode=mode)
+        plan = place(described, options.plan, names, batch_cap=options.batch_cap, mode=mode)
+        self.plan: Plan = replace(plan, in_flight=plan.in_flight + options.ahead)
         self.model = described
         held = described
         workers = None

@@ -12,7 +12,7 @@ from stretto.core.model import Model, StateKey
 from stretto.core.route import Segment
 from stretto.runtime.arena import SlotPool
 from stretto.runtime.flow import Flow
-from stretto.runtime.ways import Placements, Ways
+from stretto.runtime.ways import MAIN, Placements, Ways
 
 
 def state_keys(model: Model, placements: Placements, device: str) -> tuple[StateKey, ...]:
@@ -36,6 +36,9 @@ class Baton:
 def batons(model: Model, ways: Mapping[str, Placements], routes: Ways) -> tuple[Baton, ...]:
     """Return what the chunks of a stream hand on. State that always changes hands together is one baton.
 
+    Where chunks hand state on, they keep their order everywhere: one that overtook its predecessor between two states
+    could take the last slot of a device and then wait for the one that has none.
+
     Raises:
         PlanError: if state would have to be on two devices.
     """
@@ -57,12 +60,27 @@ def batons(model: Model, ways: Mapping[str, Placements], routes: Ways) -> tuple[
             token = visit.stage, model.state_key(visit)
             waits.setdefault(token, set()).add((name, i))
             leaves.setdefault(token, set()).add((name, place[carry]))
-    return tuple(
-        dict.fromkeys(
-            Baton(frozenset(waits[token]), frozenset(leaves[token]), frozenset(name for name, _ in waits[token]))
-            for token in waits
-        )
-    )
+    found = [Baton(frozenset(waits[t]), frozenset(leaves[t]), frozenset(name for name, _ in waits[t])) for t in waits]
+    if found:
+        held = {place for baton in found for place in baton.waits}
+        every = {(name, i) for name, placements in ways.items() for i in range(len(placements))}
+        found += [Baton(frozenset({place}), frozenset({place}), frozenset({place[0]})) for place in sorted(every - held)]
+    return tuple(dict.fromkeys(found))
+
+
+class Order:
+    """The batons of a stream class, looked up by place: (route, placement)."""
+
+    def __init__(self, handed: tuple[Baton, ...]) -> None:
+        self.size = len(handed)
+        self.waits: dict[tuple[str, int], list[tuple[int, frozenset[str]]]] = {}
+        """Place -> the batons that a chunk must have there, and the routes that use them."""
+        self.leaves: dict[tuple[str, int], list[int]] = {}
+        for i, baton in enumerate(handed):
+            for place in baton.waits:
+                self.waits.setdefault(place, []).append((i, baton.routes))
+            for place in baton.leaves:
+                self.leaves.setdefault(place, []).append(i)
 
 
 @dataclass
@@ -70,7 +88,7 @@ class Resident:
     """One stream as one device knows it."""
 
     slots: Mapping[StateKey, int]
-    batons: tuple[Baton, ...]
+    order: Order
     passed: list[int]
     """For each baton, how many chunks have let it go."""
     conditions: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -82,8 +100,8 @@ class Residents:
 
     def __init__(self, model: Model, device: str, pools: Mapping[str, SlotPool], ways: Ways) -> None:
         self._model, self._device, self._pools, self._ways = model, device, pools, ways
-        self._batons = {name: batons(model, placed, ways) for name, placed in ways.placed.items()}
-        self._keys = {name: state_keys(model, placed["main"], device) for name, placed in ways.placed.items()}
+        self._orders = {name: Order(batons(model, placed, ways)) for name, placed in ways.placed.items()}
+        self._keys = {name: state_keys(model, placed[MAIN], device) for name, placed in ways.placed.items()}
         self._streams: dict[int, Resident] = {}
 
     def __contains__(self, stream: int) -> bool:
@@ -96,8 +114,8 @@ class Residents:
             CapacityError: if not enough are free.
         """
         slots = {key: self._pools[key.pool].take() for key in self._keys[stream_class]}
-        handed = self._batons[stream_class]
-        self._streams[stream] = Resident(slots, handed, [0] * len(handed))
+        order = self._orders[stream_class]
+        self._streams[stream] = Resident(slots, order, [0] * order.size)
 
     def close(self, stream: int) -> None:
         resident = self._streams.pop(stream, None)
@@ -111,17 +129,17 @@ class Residents:
 
     def may_run(self, flow: Flow) -> bool:
         """Tell whether it is this chunk's turn where it stands and its conditions have arrived."""
-        resident, here = self._streams[flow.stream], (flow.route, flow.at)
-        for baton, passed in zip(resident.batons, resident.passed, strict=True):
-            if here in baton.waits and passed < sum(flow.before.get(route, 0) for route in baton.routes):
+        resident = self._streams[flow.stream]
+        for baton, routes in resident.order.waits.get((flow.route, flow.at), ()):
+            if resident.passed[baton] < sum(flow.before.get(route, 0) for route in routes):
                 return False
         return all(v in resident.conditions for v in flow.versions.items())
 
     def pass_by(self, flow: Flow, *, last: bool) -> None:
         """Note that a chunk was launched where it stands; on its last placement here, drop conditions no later one uses."""
-        resident, here = self._streams[flow.stream], (flow.route, flow.at)
-        for i, baton in enumerate(resident.batons):
-            resident.passed[i] += here in baton.leaves
+        resident = self._streams[flow.stream]
+        for baton in resident.order.leaves.get((flow.route, flow.at), ()):
+            resident.passed[baton] += 1
         if last:
             for name, version in [k for k in resident.conditions if k[1] < flow.versions.get(k[0], 0)]:
                 del resident.conditions[name, version]
