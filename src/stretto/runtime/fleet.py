@@ -9,13 +9,12 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,11 +24,11 @@ from stretto.core.plan import Plan
 from stretto.parallel.dist import open_store
 from stretto.parallel.order import Mark
 from stretto.parallel.peer import GONE, PeerInbox
-from stretto.runtime.flow import Flow
 from stretto.runtime.layout import inputs_on
 from stretto.runtime.passage import Passage
+from stretto.runtime.remote import RemoteSeat
 from stretto.runtime.ways import Ways
-from stretto.runtime.worker import ModelFactory, Pipes, Task, Transport, decode_error, home_layout, main, pack_tensor
+from stretto.runtime.worker import ModelFactory, Pipes, Task, Transport, decode_error, home_layout, main
 
 STOP_S = 20.0
 log = logging.getLogger(__name__)
@@ -55,90 +54,6 @@ class Workers:
     hang_s: float = 300.0
     """A worker that has work and neither launches nor says anything for this long is ended."""
     beat_s: float = 0.5
-
-
-class RemoteSeat:
-    """One device as the engine sees it from its own process."""
-
-    def __init__(self, name: str, pipe: Connection, process: Any, pack: Callable[[Mapping[str, np.ndarray]], Tensor]) -> None:
-        self.name, self.pipe, self.process, self.pack = name, pipe, process, pack
-        self.dead: str | None = None
-        self.queue_depth = self.captures = 0
-        self.costs: Mapping[tuple[str, ...], Sequence[float]] = {}
-        self.resident_bytes = 0
-        self.ready = threading.Event()
-        self.cause: Exception | None = None
-        self._sending = threading.Lock()
-        self._closing: dict[int, Callable[[], None]] = {}
-        self.launches, self.busy = -1, False
-        self.moved_s = self.said_s = time.monotonic()
-
-    def warm(self) -> None:
-        """The fleet waits for all workers at once."""
-
-    def start(self) -> None:
-        """Workers start by themselves."""
-
-    def open_stream(self, stream: int, stream_class: str) -> None:
-        self.tell("open", stream, stream_class)
-
-    def close_stream(self, stream: int, closed: Callable[[], None]) -> None:
-        with self._sending:
-            self._closing[stream] = closed
-        if not self.tell("close", stream):
-            self.freed(stream)
-
-    def freed(self, stream: int) -> None:
-        with self._sending:
-            closed = self._closing.pop(stream, None)
-        if closed is not None:
-            closed()
-
-    def set_condition(self, stream: int, name: str, version: int, value: Tensor) -> None:
-        self.tell("condition", stream, name, version, pack_tensor(value))
-
-    def offer(self, flow: Flow) -> None:
-        assert flow.packed is not None
-        packed, flow.packed = flow.packed.numpy().tobytes(), None
-        self.tell("offer", flow.header(), packed)
-
-    def close(self) -> None:
-        """Ask the worker to stop; the fleet waits for it."""
-        self.tell_stop()
-
-    def tell(self, *message: object) -> bool:
-        """Send a message; False if nobody is there. What was under way to a dead worker is failed by the engine."""
-        return self._send(message)
-
-    def tell_stop(self) -> None:
-        self._send(None)
-
-    def _send(self, message: object) -> bool:
-        if self.dead is not None:
-            return False
-        try:
-            with self._sending:
-                self.pipe.send(message)
-        except (*GONE, OSError):
-            return False
-        return True
-
-    def beat(self, launches: int, busy: bool, depth: int, captures: int, resident_bytes: int) -> None:
-        self.said_s = time.monotonic()
-        if launches != self.launches or not busy:
-            self.moved_s = self.said_s
-        self.launches, self.busy = launches, busy
-        self.queue_depth, self.captures, self.resident_bytes = depth, captures, resident_bytes
-
-    def hangs(self, hang_s: float, now_s: float) -> str:
-        """Return what is wrong, or nothing."""
-        if not self.ready.is_set() or self.dead is not None:
-            return ""
-        if now_s - self.said_s > hang_s:
-            return f"it has said nothing for {hang_s:g} s"
-        if self.busy and now_s - self.moved_s > hang_s:
-            return f"a batch has not ended for {hang_s:g} s"
-        return ""
 
 
 @dataclass
@@ -289,14 +204,7 @@ class Fleet:
         how = f"was ended by signal {-code}" if code and code < 0 else f"exited with {code}"
         why = f"worker {seat.name} {how}"
         words = self._last_words.get(seat.name, ("WorkerDiedError", "", why))
-        seat.said_s = time.monotonic()
-        seat.cause = decode_error(words[0], words[1], words[2])
-        if not isinstance(seat.cause, WorkerDiedError) and words[0] not in ("LinkError",):
-            seat.cause = WorkerDiedError(words[2])
-        seat.dead = words[2]
-        seat.ready.set()
-        for stream in list(seat._closing):
-            seat.freed(stream)
+        seat.ended(decode_error(*words) if words[0] == "LinkError" else WorkerDiedError(words[2]), words[2])
         if not self._closing:
             log.error("%s", words[2])
             self._died(seat.name, words[2])
@@ -306,7 +214,7 @@ class Fleet:
         self._closing = True
         deadline_s = time.monotonic() + STOP_S
         for seat in self.seats.values():
-            seat.tell_stop()
+            seat.close()
         for seat in self.seats.values():
             if seat.process.is_alive():
                 seat.process.join(max(0.1, deadline_s - time.monotonic()))
