@@ -22,6 +22,13 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.captures = 0
+        # The allocator forgets a pool once no graph uses it, and a later capture into it fails: this one always does.
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.stream.device):
+            cell = torch.zeros(1, device=self.stream.device)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._keeper, pool=self.pool, stream=self.stream):
+                self._kept = cell + 1
 
     def capture_at_rest(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warm up and capture while nothing else runs in this process. Synchronises the device."""
