@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.weights import WeightMap
-from stretto.models.pi0_net import GemmaBlock, Pi0Net, VisionBlock
+from stretto.models.pi0_net import GemmaBlock, Pi0Net
+from stretto.models.pi0_vision import VisionBlock
 
 ROOT = "paligemma_with_expert."
 PALIGEMMA = f"{ROOT}paligemma."

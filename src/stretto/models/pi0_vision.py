@@ -1,0 +1,65 @@
+"""SigLIP and its projection into the language model: the image tower of pi0 and pi0.5.
+
+Shape legend: as in pi0_net.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stretto.layers.kernels.activation import gelu_tanh
+from stretto.layers.kernels.attention import attention
+from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.patchify import patchify
+from stretto.layers.linear import FusedLinear
+from stretto.models.pi0_config import Pi0Config
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, width: int, mlp: int, heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = FusedLinear(width, {"q_proj": width, "k_proj": width, "v_proj": width}, bias=True, dtype=dtype)
+        self.out = nn.Linear(width, width, dtype=dtype)
+        self.up = nn.Linear(width, mlp, dtype=dtype)
+        self.down = nn.Linear(mlp, width, dtype=dtype)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        out: Tensor = self.out(attention(q, k, v).flatten(2))
+        return out
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(gelu_tanh(self.up(x)))
+        return out
+
+
+class VisionTower(nn.Module):
+    """SigLIP and the projection into the language model; all cameras of all rows are one batch."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        dims = config.vision
+        self.patch, self.eps, self.dtype = dims.patch, config.norm_eps, dtype
+        self.embed = nn.Linear(3 * dims.patch**2, dims.width, dtype=dtype)
+        self.position = nn.Parameter(torch.empty(config.tokens_per_camera, dims.width))
+        self.blocks = nn.ModuleList(VisionBlock(dims.width, dims.mlp, dims.heads, dtype) for _ in range(dims.depth))
+        self.norm = nn.LayerNorm(dims.width)
+        self.project = nn.Linear(dims.width, config.language.width, dtype=dtype)
+
+    def forward(self, images_BCRR3: Tensor) -> Tensor:
+        """Return image tokens [B, I, D] of uint8 pixels, or of float pixels in [-1, 1]."""
+        batch = images_BCRR3.shape[0]
+        x = self.embed(patchify(images_BCRR3.flatten(0, 1), self.patch, dtype=self.dtype))
+        residual = x.float() + self.position
+        blocks = [b for b in self.blocks if isinstance(b, VisionBlock)]
+        first = blocks[0].norm1
+        x = layer_norm(residual, first.weight, first.bias, self.eps, dtype=self.dtype)
+        following = [*(b.norm1 for b in blocks[1:]), self.norm]
+        for block, after in zip(blocks, following, strict=True):
+            x, residual = add_layer_norm(block.attend(x), residual, block.norm2.weight, block.norm2.bias, self.eps)
+            x, residual = add_layer_norm(block.mlp(x), residual, after.weight, after.bias, self.eps)
+        tokens: Tensor = self.project(x)
+        return tokens.reshape(batch, -1, tokens.shape[-1])
