@@ -1,7 +1,7 @@
-"""The network of pi0 and pi0.5: an image tower (pi0_vision), a Gemma prefix whose keys and values are kept, and an action expert.
+"""The network of pi0 and pi0.5: an image tower (pi0_vision), a Gemma prefix whose keys and values are kept, an expert.
 
-One device, no state. Weights of norms, of the action, state and time projections, the residual streams of the image
-tower and of the expert, and actions themselves are fp32; the rest is in the compute dtype.
+One device, no state. Weights of norms, of the action, state and time projections, all residual streams, and actions
+themselves are fp32; the rest is in the compute dtype.
 
 Shape legend: B rows, C cameras, R pixels, I image tokens of all cameras, L prompt tokens, P = I + L prefix tokens,
 H action horizon, A action width, S suffix tokens, D width, K key/value heads, d head size, N norms of the expert.
