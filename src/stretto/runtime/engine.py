@@ -6,6 +6,7 @@ The devices are executors in this process, or processes of their own (`workers`)
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from stretto.runtime.executor import Executor
 from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import slots_per_stream, state_slots
-from stretto.runtime.passage import Courier, Finisher, Passage
+from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.pending import Pending
 from stretto.runtime.seat import Seat
 from stretto.runtime.stream import Stream as Stream
@@ -91,7 +92,7 @@ class Engine:
                 self.model, self.plan, device.name, slots=slots, streams=streams, ways=self.ways,
                 depart=courier.depart, fail=self._fail, died=self._died,
             )  # fmt: skip
-            links[device.name] = LocalLink(device.name, executor.receive)
+            links[device.name] = LocalLink(device.name, Arrivals(executor.offer_all).receive)
         return executors
 
     def warm(self) -> None:
@@ -196,6 +197,9 @@ class Engine:
     def _submit(self, stream: Stream, flow: Flow, inputs: Mapping[str, np.ndarray]) -> Future[Chunk]:
         executor = self.executors[flow.placements[0].device]
         flow.packed = executor.pack(inputs)
+        pace_s = self.plan.pace_s.get(stream.stream_class)
+        if pace_s is not None and flow.deadline_s == math.inf:
+            flow.deadline_s = flow.submitted_s + pace_s
         future: Future[Chunk] = Future()
         with self._lock:
             self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,8 +24,7 @@ from stretto.core.errors import DeadlineError, RefusedError, StreamClosedError, 
 from stretto.core.model import Model, Row
 from stretto.core.plan import Plan
 from stretto.core.route import Segment
-from stretto.parallel.link import Values
-from stretto.parallel.order import Mark, hold_for_current_stream
+from stretto.parallel.order import hold_for_current_stream
 from stretto.runtime.costs import Served, measure, progress
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import arenas_for
@@ -172,8 +171,18 @@ class Executor:
 
     def offer(self, flow: Flow) -> None:
         """Hand a chunk to this device; any thread."""
-        if not self._post(lambda: self._enqueue(flow)):
-            self._fail(flow, self._death())
+        self.offer_all((flow,))
+
+    def offer_all(self, flows: Sequence[Flow]) -> None:
+        """Hand chunks to this device that may share a batch from the start; any thread."""
+
+        def enqueue() -> None:
+            for flow in flows:
+                self._enqueue(flow)
+
+        if not self._post(enqueue):
+            for flow in flows:
+                self._fail(flow, self._death())
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -186,11 +195,6 @@ class Executor:
             with self._wake:
                 self._holds -= 1
                 self._wake.notify()
-
-    def receive(self, flow: Flow, values: Values, there: Mark) -> None:
-        """Take a chunk off a link, with the values that came with it."""
-        flow.values, flow.there = values, there
-        self.offer(flow)
 
     def _post(self, action: Callable[[], None]) -> bool:
         with self._wake:
@@ -399,7 +403,13 @@ class Executor:
                 self._waiting.append(flow)
             else:
                 leaving.append(flow)
-        for _, group in groupby(sorted(leaving, key=_place), key=_place):
+        leaving.sort(key=_place)
+        behind: Counter[str] = Counter()
+        for flow in reversed(leaving):
+            if flow.at < len(flow.placements):
+                flow.behind = behind[flow.placement.device]
+                behind[flow.placement.device] += 1
+        for _, group in groupby(leaving, key=_place):
             self._leave(list(group))
 
     def _leave(self, flows: Sequence[Flow]) -> None:

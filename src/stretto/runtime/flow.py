@@ -16,7 +16,7 @@ from stretto.runtime.ways import MAIN
 
 CROSSES = (
     "stream", "serial", "chunk", "stream_class", "route", "seed", "submitted_s", "deadline_s", "lengths", "versions",
-    "before", "at", "started_s", "ran_eagerly",
+    "before", "at", "started_s", "ran_eagerly", "behind",
 )  # fmt: skip
 
 
@@ -53,6 +53,8 @@ class Flow:
     ran_eagerly: bool = False
     """Whether any segment so far was not a replay."""
     spans: list[tuple[str, Stamp, Stamp, int]] = field(default_factory=list)
+    behind: int = 0
+    """How many chunks of its last batch follow it to the same device."""
 
     @property
     def placement(self) -> Placement:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.parallel.link import Link
+from stretto.parallel.link import Link, Values
+from stretto.parallel.order import Mark
 from stretto.runtime.flow import Flow
 from stretto.runtime.timing import Stamp
 
@@ -107,6 +108,25 @@ class Courier:
             link.send(self._names(flow), {name: rows[i] for name, rows in values.items()})
         if self._every_device:
             self._finisher.put(flows, None, stamp)
+
+
+class Arrivals:
+    """Takes chunks off links, and hands over those that left a device in one batch together.
+
+    One by one, an idle device would start with the first alone.
+    """
+
+    def __init__(self, offer: Callable[[Sequence[Flow]], None]) -> None:
+        self._offer = offer
+        self._come: dict[str, list[Flow]] = {}
+
+    def receive(self, flow: Flow, values: Values, there: Mark) -> None:
+        """Take a chunk with the values that came with it. Chunks of one device come in order, from one thread."""
+        flow.values, flow.there = values, there
+        source = flow.placements[flow.at - 1].device
+        self._come.setdefault(source, []).append(flow)
+        if not flow.behind:
+            self._offer(self._come.pop(source))
 
 
 def _to_host(rows: Tensor) -> Tensor:

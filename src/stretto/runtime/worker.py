@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +32,7 @@ from stretto.parallel.peer import GONE, PeerInbox, PeerOutbox
 from stretto.runtime.arena import torch_dtype
 from stretto.runtime.executor import Executor
 from stretto.runtime.flow import Flow, flow_of
-from stretto.runtime.passage import Courier, Finisher, Passage
+from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.ways import Ways
 
 Transport = Literal["peer", "dist"]
@@ -124,15 +124,12 @@ class Gate:
             self._opened = stream
             ready = [f for f in self._early if f.stream <= stream]
             self._early = [f for f in self._early if f.stream > stream]
-            for flow in ready:
-                self._executor.offer(flow)
+            self._executor.offer_all(ready)
 
-    def offer(self, flow: Flow) -> None:
+    def offer_all(self, flows: Sequence[Flow]) -> None:
         with self._lock:
-            if flow.stream > self._opened:
-                self._early.append(flow)
-            else:
-                self._executor.offer(flow)
+            self._early += [f for f in flows if f.stream > self._opened]
+            self._executor.offer_all([f for f in flows if f.stream <= self._opened])
 
 
 class Worker:
@@ -154,6 +151,7 @@ class Worker:
             depart=courier.depart, fail=self._fail, died=self._died,
         )  # fmt: skip
         self.gate = Gate(self.executor)
+        self._arrivals = Arrivals(self.gate.offer_all)
         self._connect(self.executor.device)
         self.home = PeerOutbox(HOME, pipes.home, home_layout(self.model, task.ways), torch.device("cpu"), lost=self._orphaned)
 
@@ -221,12 +219,10 @@ class Worker:
         flow.packed = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if torch.device(self.task.device if self.task.device.startswith("cuda") else "cpu").type == "cuda":
             flow.packed = flow.packed.pin_memory()
-        self.gate.offer(flow)
+        self.gate.offer_all((flow,))
 
     def _receive(self, header: Any, values: Values, there: Mark) -> None:
-        flow = flow_of(header, self.task.ways.placements)
-        flow.values, flow.there = values, there
-        self.gate.offer(flow)
+        self._arrivals.receive(flow_of(header, self.task.ways.placements), values, there)
 
     def _passed(self, flow: Flow, passage: Passage) -> None:
         if passage.outputs is None:
