@@ -1,14 +1,19 @@
 """What a plan says of pace and of batches reaches the devices."""
 
 import threading
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from toy import ToyModel
 
 from stretto.core.plan import Device, Placement, Plan
 from stretto.core.route import Segment
+from stretto.parallel.link import Values
+from stretto.parallel.local import LocalLink
 from stretto.parallel.order import Mark
 from stretto.runtime.engine import Engine
 from stretto.runtime.flow import Flow, flow_of
@@ -23,11 +28,18 @@ def two_devices() -> Plan:
     return Plan("test", (Device("cpu:0"), Device("cpu:1")), {"default": placements}, {"cpu:0": 4, "cpu:1": 4})
 
 
-def test_chunks_that_leave_in_one_batch_start_on_the_next_device_in_one_batch() -> None:
+def test_chunks_that_leave_in_one_batch_start_on_the_next_device_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = LocalLink.send
+
+    def slowly(self: LocalLink, header: Any, values: Values) -> None:
+        time.sleep(0.005)  # enough for an idle device to begin with what it has
+        send(self, header, values)
+
+    monkeypatch.setattr(LocalLink, "send", slowly)
     engine = Engine(ToyModel(), two_devices(), slots=8)
     engine.warm()
     try:
-        for _ in range(20):
+        for _ in range(3):
             with engine.together():
                 futures = [engine.open().submit(INPUTS, lengths={"items": 2}) for _ in range(4)]
             for future in futures:
