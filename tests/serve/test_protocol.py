@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from stretto.core.policy import PolicyReply, RequestOptions
 from stretto.serve.metadata import build_metadata, default_max_message_bytes
 from stretto.serve.protocol import Conversation, MessageTooBigError, Phase, TurnError, error_text
 from stretto.serve.request import Exchange, MessageError, Offer, read_request
-from stretto.serve.weigh import weigh
 from stretto_client.codec import pack, unpack
 
 OFFER = Offer(4, 2, ("hard", "vjp"))
@@ -246,40 +243,3 @@ def test_numpy_values_in_policy_metadata_are_published_as_plain_ones() -> None:
     built = build_metadata(described, max_message_bytes=5000, ping_interval_s=20.0)
     assert built["reset_pose"] == [0.0, 1.5]
     assert built["stretto"]["max_message_bytes"] == 5000
-
-
-def a_tree(rng: random.Random, depth: int) -> Any:
-    """Make a value of any kind that msgpack has, with the widths of every header."""
-    kind = rng.randrange(10 if depth else 7)
-    size = rng.choice((0, 1, 15, 16, 31, 32, 255, 256, 70_000)) if kind in (3, 4) else rng.choice((0, 1, 3, 15, 16))
-    if kind < 3:
-        return (None, rng.choice((True, False)), rng.choice((0.5, -1e300)))[kind]
-    if kind in (3, 4):
-        return "x" * size if kind == 3 else rng.randbytes(size)
-    if kind == 5:
-        return msgpack.ExtType(5, rng.randbytes(rng.choice((1, 2, 4, 8, 16, 3, 300, 70_000))))
-    if kind == 6:
-        return rng.choice((0, 127, 128, 255, 256, 65_535, 65_536, 2**32, 2**63, -1, -32, -33, -200, -40_000, -(2**40)))
-    items = [a_tree(rng, depth - 1) for _ in range(size)]
-    return items if kind == 7 else {f"k{i}": item for i, item in enumerate(items)}
-
-
-def count(node: Any) -> int:
-    if isinstance(node, dict):
-        return 1 + sum(1 + count(value) for value in node.values())
-    return 1 + sum(count(item) for item in node) if isinstance(node, list) else 1
-
-
-def test_the_weight_of_a_message_is_the_number_of_its_values() -> None:
-    rng = random.Random(11)
-    for _ in range(500):
-        tree = a_tree(rng, depth=3)
-        assert weigh(msgpack.packb(tree), limit=1 << 20) == count(tree)
-    for wide in ([0] * 70_000, {str(i): 0 for i in range(70_000)}):
-        assert weigh(msgpack.packb(wide), limit=1 << 20) == count(wide)
-
-
-def test_weighing_stops_at_the_limit() -> None:
-    assert weigh(msgpack.packb([0] * 99), limit=100) == 100
-    with pytest.raises(MessageError, match="got more than 100 separate values, expected fewer"):
-        weigh(msgpack.packb([0] * 100), limit=100)

@@ -12,14 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from stretto.core.errors import FieldError
 from stretto.core.policy import RequestOptions
-from stretto.serve.weigh import MessageError, weigh
 from stretto_client.codec import CodecError, unpack
 
 __all__ = ["RT", "Exchange", "MessageError", "Offer", "read_request"]
 
 RT = "rt"
 MAX_ID_CHARS = 128
+
+
+class MessageError(FieldError):
+    """A message does not hold what the protocol says; nothing was run and the session goes on."""
+
+    code = "bad_message"
 
 
 @dataclass(slots=True)
@@ -51,7 +57,6 @@ def read_request(exchange: Exchange, offer: Offer) -> tuple[dict[str, Any], Requ
     Raises:
         MessageError: naming the field that cannot be read.
     """
-    weigh(exchange.payload)
     try:
         observation = unpack(exchange.payload)
     except CodecError as e:
