@@ -14,7 +14,7 @@ def test_json_has_the_promised_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(out) == {"scenario", "profile", "rows"}
     assert out["scenario"] == "seed-1gpu"
     (row,) = out["rows"]
-    assert set(row) == {"model", "streams", "bound", "interval_ms_p99"}
+    assert set(row) == {"model", "profile", "streams", "bound", "interval_ms_p99"}
     assert row["streams"]["equal"] <= row["streams"]["portfolio"] <= row["bound"]
     assert set(row["interval_ms_p99"]) == {"equal", "portfolio"}
 

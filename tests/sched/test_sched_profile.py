@@ -136,7 +136,7 @@ def test_every_row_of_a_scenario_is_above_equal_partition_and_below_the_bound() 
     found = rows(scenario, profiles, ("equal", "portfolio"))
     for row in found:
         assert row.streams["equal"] <= row.streams["portfolio"] <= row.bound
-        assert set(row.short()) == {"model", "streams", "bound", "interval_ms_p99"}
+        assert set(row.short()) == {"model", "profile", "streams", "bound", "interval_ms_p99"}
         assert row.refusal
     assert sum(r.streams["portfolio"] for r in found) > 1.2 * sum(r.streams["equal"] for r in found)
 

@@ -45,7 +45,7 @@ class Args:
     profile: tuple[Path, ...] = ()
     """Profile files to use in place of those that come with the package."""
     costs: Literal["auto", "measured", "computed"] = "auto"
-    """`auto`: measured where there is a measured profile of this chunk shape, else computed."""
+    """`auto`: measured where there is a measured profile of this many latent frames a chunk, else computed."""
     noise: float = 0.0
     """Spread of stage times in the simulation, as a share of them."""
     intervals: int = 30
@@ -152,6 +152,7 @@ def _profiles(args: Args, scenario: Scenario) -> dict[str, Profile]:
     """Find a profile for every model: a file given, a measured one that comes with the package, or a computed one."""
     from stretto.core.errors import ConfigError
     from stretto.sched.hardware import hardware
+    from stretto.sched.measured import for_shape, shapes_of
     from stretto.sched.profile import Profile
     from stretto.sched.shapes import computed
 
@@ -161,32 +162,18 @@ def _profiles(args: Args, scenario: Scenario) -> dict[str, Profile]:
         if model in given:
             found[model] = _stepped(given[model], scenario)
             continue
-        measured = None if args.costs == "computed" else _packaged(model, scenario)
+        measured = None if args.costs == "computed" else for_shape(model, scenario.device, scenario.shape)
         if measured is not None:
             found[model] = measured
         elif args.costs == "measured":
-            shape = dict(scenario.shape)
-            expected = f"a model and shape with a measured profile of {scenario.device}"
-            raise ConfigError("costs", got=f"measured, {model} with {shape or 'its default shape'}", expected=expected)
+            known = "; ".join(shapes_of(model, scenario.device)) or "none of this model"
+            got = f"measured, {model} with {dict(scenario.shape) or 'its usual shape'}"
+            raise ConfigError(
+                "costs", got=got, expected=f"a chunk shape measured on {scenario.device}", hint=f"there are: {known}"
+            )
         else:
             found[model] = computed(model, hardware(scenario.device), **scenario.shape)
     return found
-
-
-def _packaged(model: str, scenario: Scenario) -> Profile | None:
-    """Return the measured profile of a model, if its chunk shape is the one asked for (any number of steps)."""
-    from importlib.resources import files
-
-    from stretto.sched.profile import Profile
-
-    for entry in sorted((files("stretto.sched") / "profiles").iterdir(), key=lambda e: e.name):
-        if not entry.name.endswith(".json"):
-            continue
-        profile = Profile.from_json(entry.read_text())
-        same = all(profile.facts.get(k) == v for k, v in scenario.shape.items() if k != "steps")
-        if (profile.model, profile.device) == (model, scenario.device) and same:
-            return _stepped(profile, scenario)
-    return None
 
 
 def _stepped(profile: Profile, scenario: Scenario) -> Profile:
@@ -219,6 +206,8 @@ def _table(head: dict[str, Any], found: list[Row], methods: tuple[str, ...]) -> 
     from rich.console import Console
     from rich.table import Table
 
+    from stretto.sched.measured import describe
+
     columns = ("model", "method", "streams", "bound", "interval", "response", "busy")
     title = f"{head['scenario']} ({head['profile']}); milliseconds, p50/p99"
     table = Table(*columns, title=title, box=None, padding=(0, 1))
@@ -231,6 +220,8 @@ def _table(head: dict[str, Any], found: list[Row], methods: tuple[str, ...]) -> 
             table.add_row(row.model if first else "", method, str(row.streams[method]), bound, *pairs, busy)
     console = Console()
     console.print(table)
+    for row in found:
+        console.print(f"{row.model}: {describe(row.profile)}", soft_wrap=True, style="dim")
     for row in found:
         if row.refusal:
             console.print(f"one by one, the first to be refused: {row.refusal}", soft_wrap=True)

@@ -98,7 +98,7 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         chunk_bytes=sum(spec.nbytes for spec in model.values.values()),
         launch_s=round(min(launches), 9),
         max_batch=max(options.batches),
-        facts=_facts(config) if isinstance(config, WanConfig) else {},
+        facts=facts_of(config) if isinstance(config, WanConfig) else {},
     )
 
 
@@ -211,7 +211,8 @@ def _memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory * 0.95) if device.type == "cuda" else 0
 
 
-def _facts(config: WanConfig) -> dict[str, Any]:
+def facts_of(config: WanConfig) -> dict[str, Any]:
+    """Return what a profile of a world model says of its chunk shape."""
     return {
         "tokens": config.frames_per_chunk * config.tokens_per_frame,
         "window_tokens": config.window_frames * config.tokens_per_frame,

@@ -10,7 +10,7 @@ import torch
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Mode, Plan
-from stretto.deploy.profile import passes_of
+from stretto.deploy.profile import facts_of, passes_of
 from stretto.deploy.worlds import decoder_of
 from stretto.models.wan import DECODE, WanModel, build
 from stretto.models.wan_config import WanConfig
@@ -19,6 +19,8 @@ from stretto.models.wan_weights import read_pt
 from stretto.runtime.weights import load_weights, update_weights
 from stretto.sched import plans
 from stretto.sched.costs import BatchCost
+from stretto.sched.hardware import CPU
+from stretto.sched.measured import find
 from stretto.sched.profile import Carry, Profile, Provenance, StageProfile
 
 KINDS = ("whole", "by_step", "by_block", "by_stage", "circular")
@@ -84,6 +86,29 @@ def even_profile(model: WanModel) -> Profile:
     return Profile(model.name, "any", passes_of(model.route.visits), stages, made, carry=carry)
 
 
+def profile_of(model: WanModel, devices: Sequence[str]) -> Profile:
+    """Return what cuts are weighed by: the measured profile of this model on these devices if one ships, else an even one."""
+    kinds = {torch.cuda.get_device_name(d) if d.startswith("cuda") else CPU.name for d in devices}
+    measured = measured_profile(model, kinds.pop()) if len(kinds) == 1 else None
+    return measured or even_profile(model)
+
+
+def measured_profile(model: WanModel, device_kind: str) -> Profile | None:
+    """Return the profile that ships for exactly this model on a device kind, if there is one.
+
+    Raises:
+        ConfigError: if it is of another route: the file is then of another version of the model.
+    """
+    if model.config.kv_policy != "same_step":
+        return None
+    found = find(model.name, device_kind, facts_of(model.config))
+    if found is None:
+        return None
+    profile = found.with_steps(model.config.denoise_steps)
+    profile.check_route(model.route)
+    return profile
+
+
 def place(model: WanModel, kind: str, devices: Sequence[str], *, batch_cap: int = 1, mode: Mode = "eager") -> Plan:
     """Spread a model's route over devices.
 
@@ -93,7 +118,7 @@ def place(model: WanModel, kind: str, devices: Sequence[str], *, batch_cap: int 
     """
     if kind not in KINDS:
         raise ConfigError("plan", got=repr(kind), expected=f"one of {KINDS}")
-    profile, places = even_profile(model), [Device(name) for name in devices]
+    profile, places = profile_of(model, devices), [Device(name) for name in devices]
     if kind == "whole" and len(places) > 1:
         raise ConfigError("devices", got=list(devices), expected="one device for the plan `whole`")
     if kind == "whole":

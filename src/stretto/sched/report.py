@@ -14,6 +14,7 @@ from stretto.sched.admission import Admission
 from stretto.sched.bounds import plan_bound, streams_bound
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.dispatch import ring_cap
+from stretto.sched.measured import describe
 from stretto.sched.outcome import quantile
 from stretto.sched.pack import METHODS, Packed, pack
 from stretto.sched.plans import by_block, by_stage, whole
@@ -46,7 +47,13 @@ class Row:
 
     def short(self) -> dict[str, Any]:
         p99 = {m: _rounded(v[1]) for m, v in self.interval_ms.items()}
-        return {"model": self.model, "streams": self.streams, "bound": self.bound, "interval_ms_p99": p99}
+        return {
+            "model": self.model,
+            "profile": describe(self.profile),
+            "streams": self.streams,
+            "bound": self.bound,
+            "interval_ms_p99": p99,
+        }
 
     def full(self) -> dict[str, Any]:
         return {

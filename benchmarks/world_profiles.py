@@ -1,0 +1,94 @@
+"""Turns the profiles that `world.py` measured, and the decoder times of `wan_block.py`, into those that ship with the package.
+
+    cd benchmarks/results && python ../world_profiles.py world_2x_chunk*_h200.json --decoders wan_block_h200.json
+
+One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured. The
+VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one measurement serves both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stretto.deploy.profile import passes_of
+from stretto.deploy.worlds import RandomWorld, config_of
+from stretto.models.wan import DECODE
+from stretto.sched.costs import BatchCost
+from stretto.sched.profile import Profile, StageProfile
+
+OUT = Path(__file__).parents[1] / "src" / "stretto" / "sched" / "profiles"
+
+
+def decodes(path: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """Return the measured decodes: (latent channels, latent frames, mode) -> row."""
+    found: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if row.get("stage") == DECODE:
+            found.setdefault((config_of(row["model"]).channels, row["chunk_frames"], row["mode"]), row)
+    return found
+
+
+def with_decoder(profile: Profile, rows: dict[tuple[int, int, str], dict[str, Any]], source: str) -> Profile | None:
+    """Return the profile with the full VAE as its last stage; None where its decode was not measured."""
+    facts = dict(profile.facts)
+    frames, (height, width) = facts["frames_per_chunk"], facts["pixels"]
+    config = config_of(
+        profile.model,
+        frames_per_chunk=frames,
+        window_frames=facts["window_frames"],
+        pixel_height=height,
+        pixel_width=width,
+        decoder="vae",
+    )
+    eager, graph = (rows.get((config.channels, frames, mode)) for mode in ("eager", "graph"))
+    if eager is None or graph is None:
+        return None
+    model = RandomWorld(config)(device="meta", only=())
+    stage = StageProfile(
+        BatchCost(((1, eager["p50_ms"] / 1e3),)), eager["weight_bytes"], eager["cache_bytes"], "stream", crossing_bytes=0
+    )
+    note = (
+        f"; decode of {source}, measured on {eager['model']} in eager mode ({graph['p50_ms']:.1f} ms in a graph), one row "
+        "only, its working memory not counted"
+    )
+    return replace(
+        profile,
+        passes=passes_of(model.route.visits),
+        stages={**profile.stages, DECODE: stage},
+        provenance=replace(profile.provenance, note=profile.provenance.note + note),
+        chunk_bytes=sum(spec.nbytes for spec in model.values.values()),
+        facts=facts | {"decoder": "vae"},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--decoders", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    rows = decodes(args.decoders)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in args.results:
+        for raw in json.loads(path.read_text())["profiles"]:
+            profile = Profile.from_json(json.dumps(raw))
+            made = replace(profile.provenance, note=f"{profile.provenance.note}; blocks of {path.name}")
+            profile = replace(profile, provenance=made)
+            name = f"{profile.device.split()[-1].lower()}-{profile.model}-chunk{profile.facts['frames_per_chunk']}"
+            write(args.out / f"{name}.json", profile)
+            decoded = with_decoder(profile, rows, args.decoders.name)
+            if decoded is not None:
+                write(args.out / f"{name}-vae.json", decoded)
+
+
+def write(path: Path, profile: Profile) -> None:
+    path.write_text(profile.to_json() + "\n")
+    print(path, f"{profile.work_s * 1e3:.1f} ms of work a chunk")
+
+
+if __name__ == "__main__":
+    main()
