@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -59,6 +60,16 @@ def test_inspect_prints_what_a_request_must_hold(tiny_checkpoint: Path) -> None:
     assert facts["observation"]["observation.state"] == {"kind": "state", "shape": [8], "dtype": "float32", "required": True}
     assert facts["checkpoint"]["layout"] == "lerobot"
     assert [row["batch"] for row in facts["memory"]] == [1, 4, 8, 32]
+    state = facts["statistics"]["observation.state"]
+    assert (state["mode"], state["width"], len(state["q01"]), len(state["q99"])) == ("quantiles", 8, 8, 8)
+    assert all(low <= high for low, high in zip(state["q01"], state["q99"], strict=True))
+
+
+def test_inspect_shows_the_statistics_in_the_robots_units() -> None:
+    done = run("inspect", "pi05-metaworld")
+    assert done.returncode == 0, done.stderr
+    assert "observation.state  quantiles" in done.stdout
+    assert "q01 -1" in done.stdout
 
 
 def test_doctor_reports_as_json() -> None:
@@ -66,3 +77,36 @@ def test_doctor_reports_as_json() -> None:
     checks = {c["name"]: c for c in json.loads(done.stdout)}
     assert checks["torch"]["ok"]
     assert "cuda" in checks or "cuda:0" in checks
+    assert {"driver", "egl", "port 0"} <= set(checks)
+    assert "triton" in checks["fused ops"]["found"]
+
+
+def test_bench_times_a_checkpoint_at_the_checkpoints_own_shapes() -> None:
+    quick = ("--checkpoint", "pi05-metaworld", "--n", "2", "--warmup", "0", "--device", "cpu")
+    done = run("bench", "pi0.5", *quick, "--json")
+    result = json.loads(done.stdout)
+    assert set(result) == {"device", "commit", "torch", "rows"}
+    (row,) = result["rows"]
+    assert (row["model"], row["batch"], row["dtype"], row["mode"]) == ("pi0.5", 1, "float32", "eager")
+    assert row["prefix_tokens"] == 2 * 8**2 + 64
+    assert set(row["stages"]) == {"vision", "prefix", "denoise"}
+    assert min(row[k] for k in ("gpu_ms_p50", "gpu_ms_p99", "wall_ms_p50", "wall_ms_p99", "memory_bytes")) > 0
+    done = run("bench", "pi0", *quick)
+    assert done.returncode == 2
+    assert "checkpoint: got a pi05 in pi05-metaworld, expected pi0" in done.stderr
+
+
+def test_a_taken_port_is_one_line_on_standard_error_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("serve", "pi05-metaworld", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: host, port: got 127.0.0.1:")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_server_that_is_not_there_is_one_line_on_standard_error() -> None:
+    done = run("eval", "ws://127.0.0.1:1", "--client", "openpi", "--episodes", "1", "--task", "drawer-open")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: server: got")

@@ -148,12 +148,15 @@ def _policy_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     stages = list(dict.fromkeys(s for row in rows for s in row["stages"]))
-    table = Table("model", "batch", "dtype", "prefix", "mode", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "memory")
+    title = ", ".join(str(rows[0][k]) for k in ("model", "dtype", "mode"))
+    names = ("batch", "tokens", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "memory")
+    table = Table(*names, title=title, title_justify="left", box=None)
     for row in rows:
         times = [f"{row[k]:.2f}" for k in ("gpu_ms_p50", "gpu_ms_p99", "wall_ms_p50", "wall_ms_p99")]
         per_stage = [f"{row['stages'].get(s, 0.0):.2f}" for s in stages]
-        fixed = [row["model"], str(row["batch"]), row["dtype"], str(row["prefix_tokens"]), row["mode"]]
-        table.add_row(*fixed, *times, *per_stage, f"{row['memory_bytes'] / 2**30:.2f} GiB")
+        table.add_row(
+            str(row["batch"]), str(row["prefix_tokens"]), *times, *per_stage, f"{row['memory_bytes'] / 2**30:.2f} GiB"
+        )
     return table
 
 

@@ -9,6 +9,9 @@ import platform
 import socket
 from dataclasses import dataclass
 from importlib import metadata, util
+from pathlib import Path
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,45 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _driver() -> Check:
+    try:
+        found = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
+    except OSError:
+        return Check("driver", False, "no NVIDIA driver", "fine for the demo and tests; models run eagerly on the CPU")
+    return Check("driver", True, found)
+
+
 def _torch() -> list[Check]:
     if util.find_spec("torch") is None:
         return [Check("torch", False, "not installed", "pip install torch")]
     import torch
 
     checks = [Check("torch", True, torch.__version__)]
-    if not torch.cuda.is_available():
-        return [*checks, Check("cuda", False, "no device", "fine for the demo and tests; models run eagerly on the CPU")]
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, driver for CUDA {torch.version.cuda}"
+        text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, torch built for CUDA {torch.version.cuda}"
         checks.append(Check(f"cuda:{i}", True, text))
-    triton = _version("triton")
-    advice = "" if triton else "pip install triton; without it the reference of every fused op runs"
-    return [*checks, Check("triton", triton is not None, triton or "not installed", advice)]
+    if len(checks) == 1:
+        advice = "a torch without CUDA? pip install one of https://download.pytorch.org/whl" if DRIVER.exists() else ""
+        checks.append(Check("cuda", False, "no device", advice))
+    return [*checks, _fused_ops("cuda:0" if len(checks) > 1 and checks[1].ok else "cpu")]
+
+
+def _fused_ops(device: str) -> Check:
+    """Say which fused ops run as Triton kernels on a device, and which by their plain-torch reference."""
+    from stretto.layers import kernels
+    from stretto.layers.dispatch import FusedOp, implementation, triton_installed
+
+    ops = {name: op for name in kernels.__all__ if isinstance(op := getattr(kernels, name), FusedOp)}
+    fused = [name for name, op in ops.items() if implementation(op, device) == "triton"]
+    plain = [name for name in ops if name not in fused]
+    said = [f"{kind}: {', '.join(names)}" for kind, names in (("triton", fused), ("torch", plain)) if names]
+    if len(said) == 1:
+        said = [f"all {len(ops)} run as {'triton kernels' if fused else 'plain torch'}"]
+    version = _version("triton")
+    advice = "" if triton_installed() else "pip install triton; without it every fused op runs as plain torch"
+    text = f"on {device}, triton {version or 'not installed'}; {'; '.join(said)}"
+    return Check("fused ops", bool(fused), text, advice if device != "cpu" else "")
 
 
 def _egl() -> Check:
@@ -81,7 +108,7 @@ def _extras() -> list[Check]:
 
 
 def run(args: Args) -> int:
-    checks = [Check("python", True, platform.python_version()), *_torch(), _egl(), _port(args.port), *_extras()]
+    checks = [Check("python", True, platform.python_version()), _driver(), *_torch(), _egl(), _port(args.port), *_extras()]
     if args.json:
         print(json.dumps([vars(c) for c in checks], indent=1))
         return 0

@@ -81,7 +81,11 @@ def _evaluated(args: Args, settings: Any) -> Evaluation:
         return replace(result, details={"commit": commit()})
     if args.policy.startswith(("ws://", "wss://")):
         stock = args.client == "openpi"
-        connect = connect_stock(args.policy) if stock else connect_to(args.policy, api_key=args.api_key, wait_s=10.0)
+        connect = (
+            connect_stock(args.policy, api_key=args.api_key)
+            if stock
+            else connect_to(args.policy, api_key=args.api_key, wait_s=10.0)
+        )
         result = evaluate(None, settings, connect=connect, name=args.policy, console=sys.stderr)
         return replace(result, details={"client": args.client, "commit": commit()})
     from stretto.deploy.policy import load_policy

@@ -40,6 +40,15 @@ def run(args: Args) -> int:
         for key, value in facts[title].items():
             table.add_row(key, str(value))
         console.print(table)
+    stats = Table("statistics", "mode", "dimension", "", "", box=None)
+    for feature, entry in facts["statistics"].items():
+        names = [name for name in entry if name not in ("mode", "width")]
+        for i, values in enumerate(zip(*(entry[name] for name in names), strict=True)):
+            numbers = [f"{name} {value:g}" for name, value in zip(names, values, strict=True)]
+            stats.add_row(*((feature, entry["mode"]) if i == 0 else ("", "")), str(i), *numbers)
+        if not names:
+            stats.add_row(feature, entry["mode"], f"all {entry['width']}")
+    console.print(stats)
     request = Table("a request holds", "kind", "shape", "dtype", "required", box=None)
     for key, entry in facts["observation"].items():
         request.add_row(key, entry["kind"], str(entry["shape"]), entry["dtype"], "yes" if entry["required"] else "no")

@@ -29,7 +29,7 @@ class Args:
 def run(args: Args) -> int:
     from stretto.deploy.policy import load_policy
     from stretto.serve.options import ServerOptions
-    from stretto.serve.run import run_server
+    from stretto.serve.run import bind, run_server
 
     options = ServerOptions(
         host=args.host,
@@ -38,7 +38,8 @@ def run(args: Args) -> int:
         max_message_bytes=args.max_message_bytes,
         max_sessions=args.max_sessions,
     )
-    policy = load_policy(args.checkpoint, args.policy.resolve())
-    print(f"{policy.loaded.path}: {policy.loaded.report}", file=sys.stderr)
-    run_server(policy, options)
+    with bind(options) as listener:
+        policy = load_policy(args.checkpoint, args.policy.resolve())
+        print(f"{policy.loaded.path}: {policy.loaded.report}", file=sys.stderr)
+        run_server(policy, options, listener=listener)
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.core.errors import ConfigError
 from stretto.core.plan import Mode, whole
+from stretto.deploy.checkpoint import find_checkpoint, read_network
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.models import build_preset
 from stretto.deploy.provenance import provenance
+from stretto.models.pi0 import build
 from stretto.runtime.engine import Engine
 from stretto.runtime.profiler import SETS, Bench, stage_segments, time_requests
+from stretto.runtime.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,29 @@ class BenchOptions:
 
 
 def bench_policy(options: BenchOptions) -> dict[str, Any]:
-    """Time a policy at each batch size: whole route, per stage, and end to end through the engine."""
+    """Time a policy at each batch size: whole route, per stage, and end to end through the engine.
+
+    Raises:
+        ConfigError: if the model is not known, or the checkpoint is of another one.
+        CheckpointError: if the checkpoint cannot be loaded.
+    """
     device = resolve_device(options.device)
     mode = resolve_mode(options.mode, device)
     dtype = resolve_dtype(options.dtype, device)
-    model: Any = build_preset(options.model, device=str(device), dtype=dtype)
-    if options.checkpoint is not None:
-        from stretto.runtime.weights import load_weights
-
-        load_weights(model, options.checkpoint)
+    model = _build(options, device, dtype)
     rows = [_row(model, options, batch, device, mode, dtype) for batch in options.batches]
     return {**provenance(device), "rows": rows}
+
+
+def _build(options: BenchOptions, device: torch.device, dtype: str) -> Any:
+    if options.checkpoint is None:
+        return build_preset(options.model, device=str(device), dtype=dtype)
+    config = read_network(options.checkpoint)
+    if config.family != options.model.replace(".", ""):
+        raise ConfigError("checkpoint", got=f"a {config.family} in {options.checkpoint}", expected=options.model)
+    model = build(config, device=device, dtype=dtype)
+    load_weights(model, find_checkpoint(options.checkpoint))
+    return model
 
 
 def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mode: Mode, dtype: str) -> dict[str, Any]:
@@ -55,12 +73,11 @@ def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mo
     bench = Bench(model, device, mode, batch)
     bench.load(inputs)
     gpu = bench.segment(model.route.whole, lengths, warmup=options.warmup, n=options.n)
-    stages = {}
+    stages, warmup, n = {}, min(3, options.warmup), min(options.n, max(10, options.n // 5))
     for name, (segment, visits) in stage_segments(model).items():
-        stages[name] = round(bench.segment(segment, lengths, warmup=3, n=max(10, options.n // 5)).p50 * visits, 4)
+        stages[name] = round(bench.segment(segment, lengths, warmup=warmup, n=n).p50 * visits, 4)
     del bench
     wall = _wall(model, options, batch, inputs, lengths, device, mode)
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
         "model": options.model,
         "batch": batch,
@@ -72,9 +89,17 @@ def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mo
         "wall_ms_p50": round(wall.p50, 4),
         "wall_ms_p99": round(wall.p99, 4),
         "stages": stages,
-        "memory_bytes": memory,
+        "memory_bytes": _peak_bytes(device),
         "n": options.n,
     }
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return what the row took at most on its GPU; on the CPU, what the process has taken at most so far."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _inputs(model: Any, batch: int, prompt: int) -> dict[str, Tensor]:
@@ -98,6 +123,6 @@ def _wall(
     engine.warm()
     try:
         feed = [{name: value[i].numpy() for name, value in inputs.items()} for i in range(SETS * batch)]
-        return time_requests(engine, feed, lengths, batch=batch, warmup=max(3, options.warmup // 2), n=options.n)
+        return time_requests(engine, feed, lengths, batch=batch, warmup=options.warmup // 2, n=options.n)
     finally:
         engine.close()

@@ -11,9 +11,10 @@ import torch
 
 from stretto.core.errors import CheckpointError, ConfigError
 from stretto.models.pi0 import Pi0Model, build
-from stretto.models.pi0_config import Pi0Config
+from stretto.models.pi0_config import Pi0Config, family_of
+from stretto.processors.openpi import read_manifest
 from stretto.processors.policy import PolicyProcessor, Preset
-from stretto.processors.spec import read_json
+from stretto.processors.spec import positive, read_json
 from stretto.processors.stats import Degenerate
 from stretto.runtime.weights import LoadReport, load_weights, tensor_shapes
 
@@ -113,11 +114,17 @@ def open_checkpoint(
         config = Pi0Config.from_lerobot({**raw, **steps})
         trained_delay = _trained_delay(raw, config)
     else:
+        shapes = tensor_shapes(path)
         processor = PolicyProcessor.from_openpi(
-            path, preset=preset, tokenizer=tokenizer, default_prompt=default_prompt, degenerate=degenerate
+            path,
+            family=read_manifest(path).get("family") or family_of(shapes),
+            preset=preset,
+            tokenizer=tokenizer,
+            default_prompt=default_prompt,
+            degenerate=degenerate,
         )
         config = Pi0Config.from_openpi(
-            tensor_shapes(path),
+            shapes,
             action_horizon=processor.spec.action_horizon,
             cameras=len(processor.spec.slots),
             tokenizer_max_length=processor.spec.prompt.token_limit,
@@ -125,6 +132,24 @@ def open_checkpoint(
         )
     _agree(config, processor, path)
     return Opened(config, processor, path, layout, trained_delay)
+
+
+def read_network(name: str | Path) -> Pi0Config:
+    """Read the dimensions of a checkpoint's network; statistics and a tokenizer are not asked for.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or a file of it is damaged.
+        ConfigError: naming the dimension that is absent or not supported.
+    """
+    path = find_checkpoint(name)
+    raw = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if layout_of(path) == "lerobot":
+        return Pi0Config.from_lerobot(raw)
+    said = {**raw, **read_manifest(path)}
+    if "action_horizon" not in said:
+        raise ConfigError("action_horizon", got=f"none in {path}", expected="one in config.json or stretto.json")
+    limit = {"tokenizer_max_length": said["token_limit"]} if "token_limit" in said else {}
+    return Pi0Config.from_openpi(tensor_shapes(path), action_horizon=positive(path, said, "action_horizon"), **limit)
 
 
 def load_checkpoint(opened: Opened, *, device: torch.device, dtype: str, rtc: Sequence[str] | None = None) -> Loaded:
@@ -156,6 +181,7 @@ def _agree(config: Pi0Config, processor: PolicyProcessor, path: Path) -> None:
     """Refuse a checkpoint whose network and processor were made for different inputs."""
     spec = processor.spec
     pairs = {
+        "family": (config.family, spec.family),
         "cameras": (config.cameras, len(spec.slots)),
         "image size": (config.image_size, spec.resolution[0]),
         "token limit": (config.tokenizer_max_length, spec.prompt.token_limit),

@@ -8,7 +8,9 @@ from typing import Any
 
 from stretto.deploy.checkpoint import open_checkpoint
 from stretto.models.pi0 import Pi0Model, build
+from stretto.processors.spec import ProcessorSpec
 from stretto.processors.stats import Degenerate
+from stretto.processors.transforms import Normalize
 from stretto.runtime.weights import tensor_shapes
 
 BATCHES = (1, 4, 8, 32)
@@ -51,9 +53,21 @@ def describe(
             "tokenizer": str(processor.tokenizer.source),
             "dimensions held at a constant": list(spec.held),
         },
+        "statistics": _statistics(spec),
         "observation": processor.observation_schema(),
         "memory": [_memory(model, batch) for batch in BATCHES],
     }
+
+
+def _statistics(spec: ProcessorSpec) -> dict[str, dict[str, object]]:
+    """Return, by feature, how it is normalised and by which numbers of each dimension."""
+    found: dict[str, dict[str, object]] = {}
+    norms = [n for step in spec.group.steps if isinstance(step, Normalize) for n in (step.state_stats, step.action_stats)]
+    for norm in norms:
+        found[norm.feature] = {"mode": norm.mode, "width": norm.width}
+        for name, values in norm.statistics().items():
+            found[norm.feature][name] = [float(f"{v:.6g}") for v in values]
+    return found
 
 
 def _memory(model: Pi0Model, batch: int) -> dict[str, int]:

@@ -80,8 +80,7 @@ def evaluate(
 
     Raises:
         ConfigError: if the environment or a task is not known, the simulator cannot run here, the actions are not the
-            robot's, or not exactly one of policy and connect is given.
-        Exception: whatever `connect` raises when there is no server to begin with.
+            robot's, there is no server to begin with, or not exactly one of policy and connect is given.
     """
     settings = settings or Settings()
     adapter = find_environment(settings.env)
@@ -114,7 +113,10 @@ def _askers(policy: Policy | Baseline | None, connect: Connect | None, count: in
         for connection in connections:
             stack.callback(connection.close)
         # A server that was never there is the caller's error, not that of each episode.
-        connections[0].open()
+        try:
+            connections[0].open()
+        except OSError as e:
+            raise ConfigError("server", got=str(e), expected="a policy server that answers") from e
         return list(connections)
     if policy is None or isinstance(policy, str):
         return [None] * count

@@ -149,7 +149,7 @@ def connect_to(url: str, *, api_key: str | None = None, wait_s: float = 0.0) -> 
     return connect
 
 
-def connect_stock(url: str) -> Connect:
+def connect_stock(url: str, *, api_key: str | None = None) -> Connect:
     """Return a factory of connections by the openpi client from PyPI, as robots that know nothing of us have it.
 
     Raises:
@@ -157,13 +157,17 @@ def connect_stock(url: str) -> Connect:
     """
     try:
         from openpi_client.websocket_client_policy import WebsocketClientPolicy
+        from websockets.exceptions import InvalidHandshake
     except ImportError as e:
         hint = "pip install --no-deps openpi-client dm-tree (it pins numpy below 2)"
         raise ConfigError("client", got=f"openpi without its package ({e.name})", expected="openpi-client", hint=hint) from e
 
     def connect() -> Policy:
         # Its own reader of `host` takes a whole URL when there is no port.
-        policy: Policy = WebsocketClientPolicy(url, None)
+        try:
+            policy: Policy = WebsocketClientPolicy(url, None, api_key)
+        except InvalidHandshake as e:
+            raise ConnectionRefusedError(str(e)) from e
         return policy
 
     return connect

@@ -82,6 +82,14 @@ class Normalizer:
             return z * self.multiplier + self.offset
         return (z + 1.0) / 2.0 * self.multiplier + self.offset
 
+    def statistics(self) -> dict[str, Array]:
+        """Return the statistics in use by name, each [D] in the robot's units: `mean` and `std`, or two ends of a range."""
+        names = NEEDED[self.mode]
+        if names is None:
+            return {}
+        first, second = names
+        return {first: self.offset, second: self.multiplier if self.mode == "mean_std" else self.offset + self.multiplier}
+
 
 def build_normalizer(
     feature: str,

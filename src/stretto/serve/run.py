@@ -19,6 +19,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import PayloadTooBig
 from websockets.frames import Frame, Opcode
 
+from stretto.core.errors import ConfigError
 from stretto.serve.app import PolicyServer, build_app
 from stretto.serve.options import ServerOptions
 from stretto.serve.protocol import MessageTooBigError, error_text
@@ -91,11 +92,14 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
 
-def _bind(options: ServerOptions) -> socket.socket:
-    """Bind the port now, so that a taken port is an error before anything is loaded.
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the port. Called before a checkpoint is loaded, it makes a taken port an error at once.
 
     Accepted connections inherit the socket's options: a host that vanished is noticed by its network stack's silence,
     while one that is only busy (a simulator holding its interpreter) is never closed for a late pong.
+
+    Raises:
+        ConfigError: if the address is taken, or not one of this machine's.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -105,15 +109,14 @@ def _bind(options: ServerOptions) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.dead_host_s * 1e3))
         listener.bind((options.host, options.port))
-    except OSError:
+    except OSError as e:
         listener.close()
-        raise
+        expected = "a free port on an address of this machine"
+        raise ConfigError("host, port", got=f"{options.host}:{options.port} ({e.strerror})", expected=expected) from e
     return listener
 
 
-def _prepare(
-    service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute]
-) -> tuple[_Uvicorn, PolicyServer, socket.socket]:
+def _prepare(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute]) -> tuple[_Uvicorn, PolicyServer]:
     app = build_app(service, options, routes)
     policy: PolicyServer = app.state.server
     config = uvicorn.Config(
@@ -131,7 +134,7 @@ def _prepare(
         server_header=False,
         timeout_graceful_shutdown=5,
     )
-    return _Uvicorn(config, policy), policy, _bind(options)
+    return _Uvicorn(config, policy), policy
 
 
 def _address(listener: socket.socket) -> str:
@@ -139,15 +142,23 @@ def _address(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def run_server(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute] = ()) -> None:
+def run_server(
+    service: PolicyService,
+    options: ServerOptions,
+    routes: Sequence[BaseRoute] = (),
+    *,
+    listener: socket.socket | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM, then drain and return. Prints one line when requests can be answered.
 
+    `listener` is what `bind` returned earlier, if it was called.
+
     Raises:
-        OSError: if the address cannot be bound.
-        ConfigError: if the service describes itself incompletely.
+        ConfigError: if the address cannot be bound, or the service describes itself incompletely.
         Exception: whatever `service.warm` raised, after clients were told.
     """
-    server, policy, listener = _prepare(service, options, routes)
+    server, policy = _prepare(service, options, routes)
+    listener = bind(options) if listener is None else listener
     address, model = _address(listener), service.metadata["model"]
     if options.host not in _LOOPBACK and options.api_key is None:
         log.warning("listening on %s without an API key: whoever reaches this port can drive the policy", address)
@@ -184,7 +195,8 @@ class ServerThread:
         warm_timeout_s: float = 120.0,
     ) -> None:
         self.options = options or ServerOptions(port=0)
-        self._server, self.policy, self._listener = _prepare(service, self.options, routes)
+        self._server, self.policy = _prepare(service, self.options, routes)
+        self._listener = bind(self.options)
         self.host, self.port = self._listener.getsockname()[:2]
         self.url, self.http_url = f"ws://{_address(self._listener)}", f"http://{_address(self._listener)}"
         self._ready = threading.Event()
