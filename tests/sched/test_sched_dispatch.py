@@ -90,7 +90,7 @@ def test_a_newer_observation_takes_the_place_of_one_that_has_not_started() -> No
 def test_under_overload_those_served_least_come_first() -> None:
     tasks = [waiting(i, 0.05, served_s=float(9 - i)) for i in range(9)]
     decision = deadline_limited(0.0, tasks, Limits(2, costs=COSTS, margin=0.0))
-    assert decision.run == (8, 7)
+    assert set(decision.run) == {7, 8}
     calm = deadline_limited(0.0, tasks[:2], Limits(2, costs=COSTS, margin=0.0))
     assert calm.run == (0, 1)
 

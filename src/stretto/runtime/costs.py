@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from stretto.core.model import Row
@@ -47,6 +49,32 @@ def progress(route: Route, placements: tuple[Placement, ...], seconds: list[floa
         return [(p.segment.stop / len(route), 0.0) for p in placements]
     done = [sum(seconds[: i + 1]) for i in range(len(placements))]
     return [(d / total, total - d) for d in done]
+
+
+class Backlog:
+    """When the device will be through with what it has been given, as far as costs are known.
+
+    The host hands over work before the device needs it; held against the host's clock alone, deadlines would look further
+    away than they are.
+    """
+
+    def __init__(self) -> None:
+        self._given: deque[float] = deque()
+        self._free_s = 0.0
+
+    def give(self, seconds: float, now_s: float) -> None:
+        """Note a batch that has been handed over."""
+        self._free_s = max(self._free_s, now_s) + seconds
+        self._given.append(seconds)
+
+    def reach(self, waited: bool, now_s: float) -> None:
+        """Note that the oldest batch is done: just now if the host had to wait for it, some time ago else."""
+        self._given.popleft()
+        free_s = now_s + sum(self._given)
+        self._free_s = free_s if waited else min(self._free_s, free_s)
+
+    def free_s(self, now_s: float) -> float:
+        return max(now_s, self._free_s)
 
 
 class Served:

@@ -25,7 +25,7 @@ from stretto.core.model import Model, Row
 from stretto.core.plan import Plan
 from stretto.core.route import Segment
 from stretto.parallel.order import hold_for_current_stream
-from stretto.runtime.costs import Served, measure, progress
+from stretto.runtime.costs import Backlog, Served, measure, progress
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import arenas_for
 from stretto.runtime.program import Graphs, Member, Program, batch_buckets
@@ -40,6 +40,7 @@ LOOKS_AHEAD = ("deadline_limited",)
 """Dispatch policies that hold costs against deadlines."""
 _REFUSALS: Mapping[str, type[RefusedError]] = {"deadline": DeadlineError, "superseded": SupersededError}
 _AHEAD = 2  # launches queued on the device before the host waits for the oldest
+_WAITED_S = 50e-6  # waiting for longer than this, the host met the end of a batch
 
 
 Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
@@ -94,7 +95,8 @@ class Executor:
         self._kinds = {kind: i for i, kind in enumerate(self._programs)}
         self._residents = Residents(model, device_name, self.arenas.state_slots, ways)
         self._served = Served()
-        self._ahead_of: dict[Placements, list[tuple[float, float]]] = {}
+        self._backlog = Backlog()
+        self._ahead_of: dict[Placements, list[tuple[float, float, tuple[int, ...]]]] = {}
         self._wake = threading.Condition()
         self._mail: deque[Callable[[], None]] = deque()
         self._waiting: list[Flow] = []
@@ -238,6 +240,9 @@ class Executor:
             with torch.inference_mode(), self._on_device():
                 while self._accept():
                     self._step()
+                    if self._plan.dispatch in LOOKS_AHEAD:
+                        # Before choosing, so that the choice is made by what is there when it can run.
+                        self._make_room()
         except Exception as error:  # the device's edge: whatever it was, the device is lost and its chunks must know
             log.exception("device %s is down", self.name)
             self._drain()
@@ -308,7 +313,8 @@ class Executor:
         if not ready:
             return
         by_key = {self._keys[f]: f for f in ready}
-        decision = self._policy(self._clock(), [self._seen(f) for f in ready], self._limits)
+        free_s = self._backlog.free_s(self._clock())
+        decision = self._policy(free_s, [self._seen(f) for f in ready], self._limits)
         for refusal in decision.refuse:
             self._refuse(by_key[refusal.key], refusal.reason, refusal.text)
         batch = [by_key[key] for key in decision.run]
@@ -324,7 +330,7 @@ class Executor:
         self._fail(flow, kind(reason, text or "the dispatch policy dropped the task"))
 
     def _seen(self, flow: Flow) -> Waiting:
-        share, left_s = self._progress(flow)
+        share, left_s, ahead = self._progress(flow)
         return Waiting(
             key=self._keys[flow],
             kind=self._kinds[self._kind(flow.route, flow.placement.segment)],
@@ -337,21 +343,31 @@ class Executor:
             remaining_s=left_s,
             started=flow.started_s < math.inf,
             served_s=self._served.of(flow.stream, self._clock()),
+            ahead=ahead,
         )
 
-    def _progress(self, flow: Flow) -> tuple[float, float]:
+    def _progress(self, flow: Flow) -> tuple[float, float, tuple[int, ...]]:
         known = self._ahead_of.get(flow.placements)
         if known is None:
-            seconds = [
-                self._limits.seconds(self._kinds[self._kind(flow.route, p.segment)], 1) if p.device == self.name else 0.0
-                for p in flow.placements
-            ]
-            known = self._ahead_of[flow.placements] = progress(self._on[flow.route].route, flow.placements, seconds)
+            here = [self._kinds[self._kind(flow.route, p.segment)] if p.device == self.name else -1 for p in flow.placements]
+            seconds = [self._limits.seconds(kind, 1) if kind >= 0 else 0.0 for kind in here]
+            shares = progress(self._on[flow.route].route, flow.placements, seconds)
+            ahead = [tuple(kind for kind in here[i + 1 :] if kind >= 0) for i in range(len(here))]
+            known = [(share, left_s, after) for (share, left_s), after in zip(shares, ahead, strict=True)]
+            self._ahead_of[flow.placements] = known
         return known[flow.at]
 
-    def _launch(self, batch: Sequence[Flow]) -> None:
+    def _make_room(self) -> None:
+        """Wait until one more batch may be queued on the device."""
         if len(self._outstanding) >= _AHEAD:
+            begin_s = self._clock()
             self._outstanding.popleft().wait()
+            now_s = self._clock()
+            if self.device.type == "cuda":
+                self._backlog.reach(now_s - begin_s > _WAITED_S, now_s)
+
+    def _launch(self, batch: Sequence[Flow]) -> None:
+        self._make_room()
         kind = self._kind(batch[0].route, batch[0].placement.segment)
         for flow in batch:
             self._waiting.remove(flow)
@@ -366,7 +382,10 @@ class Executor:
         end = Stamp(self.device)
         self._outstanding.append(end)
         self._launches += 1
-        share_s = self._limits.seconds(self._kinds[kind], len(batch)) / len(batch)
+        seconds = self._limits.seconds(self._kinds[kind], len(batch))
+        if self.device.type == "cuda":
+            self._backlog.give(seconds / (1.0 + self._limits.margin), self._clock())
+        share_s = seconds / len(batch)
         for flow in batch:
             self._served.add(flow.stream, share_s, self._clock())
             flow.spans.append(("+".join(dict.fromkeys(kind[1])), begin, end, len(batch)))

@@ -9,79 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from stretto.core.errors import ConfigError
+from stretto.sched.dispatch_deadline import deadline_limited
+from stretto.sched.dispatch_types import Decision, DispatchPolicy, Limits, Refusal, Waiting
 
-
-class Waiting(NamedTuple):
-    """One ready task as a policy sees it."""
-
-    key: int
-    """Order of arrival at the device; ties between equally urgent tasks go to the lower key."""
-    kind: int
-    """Tasks of equal kind run the same stages and can share a batch. Kinds are numbered along the route."""
-    ready_s: float
-    submitted_s: float
-    deadline_s: float = math.inf
-    """Of the whole chunk."""
-    stream: int = 0
-    chunk: int = 0
-    progress: float = 1.0
-    """Share of the route that is done when this task is."""
-    remaining_s: float = 0.0
-    """Least time from the end of this task to the end of its chunk."""
-    started: bool = True
-    """Whether the chunk has run anywhere yet; only a chunk that has not is superseded."""
-    served_s: float = 0.0
-    """Device time that the stream (or its tenant) has had of late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the plan allows on this device."""
-
-    batch_cap: int = 1
-    """Most tasks in one batch."""
-    fill_cap: int = 0
-    """`fill_first` starts new chunks while fewer than this many are further along; 0 means `batch_cap`."""
-    kind_caps: Mapping[int, int] = field(default_factory=dict)
-    """Kind -> a cap of its own, where kinds of several models or rings share the device."""
-    costs: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    """Kind -> seconds of a batch of 1, 2, ... tasks, as measured."""
-    margin: float = 0.05
-    """Share added to a cost before it is held against a deadline."""
-    allowed_late_s: float = 0.0
-    """Lateness up to which a chunk is still worth running."""
-
-    def cap(self, kind: int) -> int:
-        return min(self.batch_cap, self.kind_caps[kind]) if kind in self.kind_caps else self.batch_cap
-
-    def seconds(self, kind: int, rows: int) -> float:
-        """Return the time of a batch with its margin; 0 where no cost is known."""
-        costs = self.costs.get(kind)
-        return costs[min(rows, len(costs)) - 1] * (1.0 + self.margin) if costs else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    key: int
-    reason: str
-    """A short, stable word."""
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Keys to run as one batch now, and tasks that are not run at all."""
-
-    run: tuple[int, ...]
-    refuse: tuple[Refusal, ...] = ()
-
-
-class DispatchPolicy(Protocol):
-    def __call__(self, now_s: float, waiting: Sequence[Waiting], limits: Limits) -> Decision: ...
+__all__ = [
+    "POLICIES",
+    "Decision",
+    "DispatchPolicy",
+    "Limits",
+    "Refusal",
+    "Waiting",
+    "deadline_limited",
+    "earliest_deadline_first",
+    "earliest_virtual_deadline_first",
+    "fill_first",
+    "first_come_first_served",
+    "largest_batch_first",
+    "oldest_chunk_first",
+    "policy",
+    "ring_cap",
+    "sweep",
+    "virtual_deadline_s",
+]
 
 
 Order = Callable[[Waiting], tuple[float, ...]]
@@ -191,77 +142,6 @@ def fill_first(now_s: float, waiting: Sequence[Waiting], limits: Limits) -> Deci
         return _batch_of(first, waiting, min(limits.cap(first), cap - further), _urgency)
     kind = min((t for t in waiting if t.kind > first), key=_urgency).kind
     return _batch_of(kind, waiting, limits.cap(kind), _urgency)
-
-
-def deadline_limited(now_s: float, waiting: Sequence[Waiting], limits: Limits) -> Decision:
-    """Serve robots: the most urgent first, in the largest batch with which it is still on time.
-
-    A newer observation of the same robot replaces one that has not started. What cannot be on time is refused now, so
-    that the robot knows and the others are not held up. When more waits than can be on time, those who have had the
-    least device time come first. Needs `limits.costs` to look ahead; without them only what is late already is refused.
-    """
-    refuse = _superseded(waiting)
-    gone = {r.key for r in refuse}
-    alive = []
-    for task in waiting:
-        if task.key in gone:
-            continue
-        need = limits.seconds(task.kind, 1) + task.remaining_s
-        left = task.deadline_s + limits.allowed_late_s - now_s
-        if need > left:
-            text = f"needs {need * 1e3:.1f} ms more, and its deadline is in {left * 1e3:.1f} ms"
-            refuse.append(Refusal(task.key, "deadline", text))
-        else:
-            alive.append(task)
-    if not alive:
-        return Decision((), tuple(refuse))
-    order: Order = _fair if _overloaded(now_s, alive, limits) else _share
-    first = min(alive, key=order)
-    same = sorted((t for t in alive if t.kind == first.kind), key=lambda t: (t is not first, order(t)))
-    n = _on_time(now_s, same[: limits.cap(first.kind)], limits)
-    return Decision(tuple(t.key for t in same[:n]), tuple(refuse))
-
-
-def _fair(task: Waiting) -> tuple[float, ...]:
-    return (task.served_s, *_share(task))
-
-
-def _superseded(waiting: Sequence[Waiting]) -> list[Refusal]:
-    newest: dict[int, int] = {}
-    for task in waiting:
-        newest[task.stream] = max(newest.get(task.stream, -1), task.chunk)
-    return [
-        Refusal(t.key, "superseded", f"observation {newest[t.stream]} of the same robot took its place")
-        for t in waiting
-        if not t.started and t.chunk < newest[t.stream]
-    ]
-
-
-def _overloaded(now_s: float, alive: Sequence[Waiting], limits: Limits) -> bool:
-    """Tell whether serving everyone in order of deadline, in full batches, would make someone late."""
-    at = now_s
-    by_kind: dict[int, list[Waiting]] = {}
-    for task in sorted(alive, key=_share):
-        by_kind.setdefault(task.kind, []).append(task)
-    for kind, tasks in by_kind.items():
-        cap = limits.cap(kind)
-        for i in range(0, len(tasks), cap):
-            batch = tasks[i : i + cap]
-            at += limits.seconds(kind, len(batch))
-            if any(at + t.remaining_s > t.deadline_s + limits.allowed_late_s for t in batch):
-                return True
-    return False
-
-
-def _on_time(now_s: float, batch: Sequence[Waiting], limits: Limits) -> int:
-    """Return the largest n for which the first n tasks, run together, all meet their deadlines; at least 1."""
-    slack = math.inf
-    best = 1
-    for n, task in enumerate(batch, 1):
-        slack = min(slack, task.deadline_s + limits.allowed_late_s - task.remaining_s - now_s)
-        if limits.seconds(task.kind, n) <= slack:
-            best = n
-    return best
 
 
 POLICIES: Mapping[str, DispatchPolicy] = {

@@ -92,6 +92,8 @@ class Run:
     progress: list[float]
     remaining: list[float]
     """Placement -> least seconds of all that follow."""
+    ahead: list[tuple[int, ...]]
+    """Placement -> kinds that follow on its device."""
     delay: list[float]
     """Placement -> seconds of the hand-over after it."""
     credit: int
@@ -199,6 +201,7 @@ def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Map
         [-1] * len(placements),
         [p.segment.stop / len(profile.visits) for p in placements],
         [sum(least[i + 1 :]) for i in range(len(least))],
+        [tuple(k for d, k in zip(there[i + 1 :], kind[i + 1 :], strict=True) if d is there[i]) for i in range(len(there))],
         [*delay, 0.0],
         spec.in_flight or plan.credit(spec.stream_class),
         spec.pace_s or plan.pace_s.get(spec.stream_class, spec.response_s),

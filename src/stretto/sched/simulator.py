@@ -141,6 +141,7 @@ class Simulation:
                 run.remaining[at],
                 at > 0,
                 run.served,
+                run.ahead[at],
             )
         )
 
