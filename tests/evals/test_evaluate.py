@@ -148,7 +148,7 @@ def test_a_server_that_goes_away_fails_that_episode_and_the_others_go_on(server:
 
 
 def test_a_server_that_was_never_there_is_an_error_at_once() -> None:
-    with pytest.raises(ConfigError, match="server: got .*refused"):
+    with pytest.raises(ConfigError, match=r"server: got .*refused"):
         evaluate(None, settings(), connect=connect_to("ws://127.0.0.1:9"))
 
 

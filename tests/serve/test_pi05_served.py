@@ -14,19 +14,13 @@ import pytest
 from linear_policy import example
 from openpi_client.action_chunk_broker import ActionChunkBroker
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from tiny_checkpoint import write_checkpoint
+from tiny_checkpoint import ROBOTS, write_checkpoint
 
 from stretto.core.policy import RequestOptions
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.serve import ServerThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
-
-ROBOTS: dict[str, dict[str, int]] = {
-    "libero": {"cameras": 2, "state_dim": 8, "action_dim": 7, "horizon": 10},
-    "droid": {"cameras": 2, "state_dim": 8, "action_dim": 8, "horizon": 15},
-    "aloha": {"cameras": 3, "state_dim": 14, "action_dim": 14, "horizon": 50},
-}
 
 
 class Served:

@@ -171,7 +171,7 @@ def test_metrics_count_what_happened_and_belong_to_one_server() -> None:
 def test_a_taken_port_is_an_error_before_anything_is_warmed() -> None:
     with ServerThread(small()) as server:
         late = small()
-        with pytest.raises(ConfigError, match="host, port: got .*in use"):
+        with pytest.raises(ConfigError, match=r"host, port: got .*in use"):
             ServerThread(late, ServerOptions(port=server.port))
         assert not late.ready
 

@@ -33,11 +33,24 @@ def test_an_oversized_message_is_refused_with_limit_and_size_and_others_go_on() 
             ws.send(b"x" * 20_000_000)
             told = str(ws.recv(timeout=5))
             assert told == "[message_too_big] message: got 20000000 bytes, expected at most 100000 bytes (request -)"
-            assert closing(ws) == (1009, "frame with 20000000 bytes exceeds limit of 100000 bytes")
+            assert closing(ws) == (1009, "frame with 20000000 bytes exceeds limit of 400000 bytes")
             other.send(pack(OBSERVATION))
             assert "actions" in unpack(other.recv(timeout=5))
         until(lambda: metric(server, "stretto_sessions") == 0)
         assert metric(server, 'stretto_errors_total{code="message_too_big"}') == 1
+
+
+def test_a_message_somewhat_over_the_limit_is_refused_on_a_socket_that_stays_open() -> None:
+    options = ServerOptions(port=0, max_message_bytes=100_000)
+    with ServerThread(small(), options) as server, connect(server.url, compression=None) as ws:
+        ws.recv(timeout=5)
+        for size in (100_001, 400_000):
+            ws.send(b"x" * size)
+            told = str(ws.recv(timeout=5))
+            assert told.startswith(f"[message_too_big] message: got {size} bytes, expected at most 100000 bytes (request ")
+        ws.send(pack(OBSERVATION))
+        assert "actions" in unpack(ws.recv(timeout=5))
+        assert metric(server, 'stretto_errors_total{code="message_too_big"}') == 2
 
 
 def test_a_claim_of_a_terabyte_is_refused_by_its_header_alone() -> None:
@@ -51,10 +64,10 @@ def test_many_small_frames_cannot_add_up_to_an_oversized_message() -> None:
     options = ServerOptions(port=0, max_message_bytes=100_000)
     with ServerThread(small(), options) as server, connect(server.url, compression=None) as ws:
         ws.recv(timeout=5)
-        # Refused after the third frame, so the client may learn of it while it still sends.
+        # Refused in the middle, so the client may learn of it while it still sends.
         with contextlib.suppress(ConnectionClosed):
             ws.send([b"x" * 30_000] * 1000)
-        assert closing(ws) == (1009, "frame with 30000 bytes after reading 90000 bytes exceeds limit of 100000 bytes")
+        assert closing(ws) == (1009, "frame with 30000 bytes after reading 390000 bytes exceeds limit of 400000 bytes")
 
 
 def test_queued_work_of_a_client_that_left_is_dropped() -> None:

@@ -11,6 +11,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 LEROBOT = Path(__file__).parents[1] / "golden" / "lerobot"
+ROBOTS: dict[str, dict[str, int]] = {
+    "libero": {"cameras": 2, "state_dim": 8, "action_dim": 7, "horizon": 10},
+    "droid": {"cameras": 2, "state_dim": 8, "action_dim": 8, "horizon": 15},
+    "aloha": {"cameras": 3, "state_dim": 14, "action_dim": 14, "horizon": 50},
+}
 
 
 def write_checkpoint(folder: Path, *, cameras: int = 3, state_dim: int = 8, action_dim: int = 7, horizon: int = 10) -> Path:

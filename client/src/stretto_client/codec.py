@@ -77,7 +77,7 @@ def unpack(frame: bytes | bytearray | memoryview) -> Any:
     try:
         raw = msgpack.unpackb(frame)
     except (ValueError, TypeError, OverflowError, RecursionError) as e:
-        raise CodecError("message", f"{len(frame)} bytes that are not one whole msgpack message ({e})") from e
+        raise CodecError("message", f"{len(frame)} bytes that cannot be read as one msgpack message ({e})") from e
     return _decode(raw, "", 0)
 
 

@@ -26,12 +26,15 @@ from stretto.serve.protocol import MessageTooBigError, error_text
 from stretto.serve.service import PolicyService
 
 DISCARD_S = 10.0
+ROOM = 4
+"""A message of up to this many times the published limit is read whole and refused on an open socket; a larger one ends
+the connection by its header alone, which bounds what a client can make the server hold."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger(__name__)
 
 
 class PoliteSocket(WebSocketsSansIOProtocol):
-    """Tells the sender of an oversized message why, before the connection closes with 1009.
+    """Tells the sender of a hopelessly oversized message why, before the connection closes with 1009.
 
     The size is refused by the frame's header. What the peer has still to send is read and thrown away: closing at once
     would reset the connection under it, and the reason would be lost.
@@ -49,7 +52,7 @@ class PoliteSocket(WebSocketsSansIOProtocol):
             super().handle_parser_exception()
             return
         self._refused = True
-        told = error_text(MessageTooBigError((error.size or 0) + (error.current_size or 0), error.max_size), "-")
+        told = error_text(MessageTooBigError((error.size or 0) + (error.current_size or 0), (error.max_size or 0) // ROOM), "-")
         frame = Frame(Opcode.TEXT, told.encode()).serialize(mask=False)
         self.queue.put_nowait({"type": "websocket.disconnect", "code": closing.code, "reason": closing.reason})
         self.stop_keepalive()
@@ -125,7 +128,7 @@ def _prepare(service: PolicyService, options: ServerOptions, routes: Sequence[Ba
         ws=PoliteSocket,
         loop="asyncio",
         lifespan="on",
-        ws_max_size=policy.max_message_bytes,
+        ws_max_size=policy.max_message_bytes * ROOM,
         ws_ping_interval=options.ping_interval_s,
         ws_ping_timeout=None,
         ws_per_message_deflate=False,
