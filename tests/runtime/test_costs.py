@@ -6,7 +6,7 @@ import pytest
 
 from stretto.core.plan import per_visit
 from stretto.models import pi0
-from stretto.runtime.costs import HALF_LIFE_S, Served, progress
+from stretto.runtime.costs import HALF_LIFE_S, Backlog, Served, progress
 from stretto.runtime.engine import Engine
 
 
@@ -51,3 +51,15 @@ def test_the_past_is_forgotten_by_halves() -> None:
     assert served.of(2, 10.0) == 0.0
     served.forget(1)
     assert served.of(1, 10.0) == 0.0
+
+
+def test_the_device_is_free_when_all_that_was_handed_over_is_done() -> None:
+    backlog = Backlog()
+    assert backlog.free_s(5.0) == 5.0
+    backlog.give(0.2, 5.0)
+    backlog.give(0.3, 5.1)
+    assert backlog.free_s(5.1) == pytest.approx(5.5)
+    backlog.reach(True, 5.25)  # slower than its cost says: the rest is put off
+    assert backlog.free_s(5.3) == pytest.approx(5.55)
+    backlog.reach(False, 5.5)  # ended before anyone looked
+    assert backlog.free_s(5.6) == 5.6

@@ -95,6 +95,77 @@ def test_under_overload_those_served_least_come_first() -> None:
     assert calm.run == (0, 1)
 
 
+ROUTE = (0, 1, *[2] * 10)
+STAGES = {0: (0.002, 0.004, 0.006, 0.008), 1: (0.006, 0.012, 0.018, 0.024), 2: (0.001,) * 4}
+LIMITS = Limits(4, costs=STAGES, margin=0.0)
+
+
+def robot(key: int, at: int, deadline_s: float, **changes: object) -> Waiting:
+    """A robot's chunk that has passed `at` of the twelve places of its route; alone it needs 18 ms."""
+    values: dict[str, object] = {"stream": key, "started": at > 0, "ahead": ROUTE[at + 1 :], **changes}
+    return Waiting(key, ROUTE[at], 0.0, 0.0, deadline_s, **values)  # type: ignore[arg-type]
+
+
+def test_a_newcomer_does_not_start_where_it_would_make_a_started_robot_late() -> None:
+    nearly_done, newcomer = robot(0, 7, 0.007), robot(1, 0, 0.050)
+    decision = deadline_limited(0.0, [nearly_done, newcomer], LIMITS)
+    assert (decision.run, decision.refuse) == ((0,), ())
+    relaxed = nearly_done._replace(deadline_s=0.020)
+    assert deadline_limited(0.0, [relaxed, newcomer], LIMITS).run == (1,)
+
+
+def test_who_must_wait_too_long_for_its_turn_is_refused_before_it_starts() -> None:
+    nearly_done, newcomer = robot(0, 7, 0.007), robot(1, 0, 0.020)
+    decision = deadline_limited(0.0, [nearly_done, newcomer], LIMITS)
+    assert decision.run == (0,)
+    assert [(r.key, r.reason) for r in decision.refuse] == [(1, "deadline")]
+    assert "23.0 ms more, 5.0 ms of them until its turn" in decision.refuse[0].text
+
+
+def test_as_many_start_as_end_on_time_by_all_the_stages_that_are_left() -> None:
+    # Three take 6 + 18 + 10 ms together; the first stage alone would let all four in.
+    tasks = [robot(i, 0, 0.035, served_s=0.1 * (4 - i)) for i in range(4)]
+    decision = deadline_limited(0.0, tasks, LIMITS)
+    assert set(decision.run) == {1, 2, 3}
+    assert [r.key for r in decision.refuse] == [0]
+
+
+def test_a_newcomer_catches_up_so_that_denoise_steps_are_shared() -> None:
+    ahead, behind = robot(0, 4, 0.1), robot(1, 1, 0.1)
+    assert deadline_limited(0.0, [ahead, behind], LIMITS).run == (1,)
+    level = [robot(0, 4, 0.1), robot(1, 2, 0.1)]
+    assert set(deadline_limited(0.0, level, LIMITS).run) == {0, 1}
+
+
+def test_a_started_robot_in_danger_goes_first_and_one_without_hope_is_given_up() -> None:
+    waits = robot(1, 1, 0.1)
+    assert deadline_limited(0.0, [robot(0, 9, 0.004), waits], LIMITS).run == (0,)
+    decision = deadline_limited(0.0, [robot(0, 9, 0.002), waits], LIMITS)
+    assert decision.run == (1,)
+    assert [r.key for r in decision.refuse] == [0]
+
+
+def test_two_small_batches_are_taken_where_padding_makes_one_dearer() -> None:
+    costs = {0: (0.010, 0.016, 0.030, 0.030)}
+    tasks = [waiting(i, 1.0) for i in range(3)]
+    assert deadline_limited(0.0, tasks, Limits(4, costs=costs)).run == (0, 1)
+    assert deadline_limited(0.0, [*tasks, waiting(3, 1.0)], Limits(4, costs=costs)).run == (0, 1, 2, 3)
+
+
+def test_work_without_a_deadline_takes_what_room_is_left() -> None:
+    urgent, idle = robot(0, 7, 0.0055), robot(1, 7, math.inf)
+    assert deadline_limited(0.0, [urgent, idle], LIMITS).run == (0, 1)
+    dear = Limits(4, costs={**STAGES, 2: (0.001, 0.002)}, margin=0.0)
+    assert deadline_limited(0.0, [urgent, idle], dear).run == (0,)
+
+
+@given(tasks=TASKS, cap=st.integers(1, 5))
+def test_without_deadlines_the_oldest_chunk_is_served_in_full_batches(tasks: list[Waiting], cap: int) -> None:
+    free = [t._replace(deadline_s=math.inf, started=True) for t in tasks]
+    limits = Limits(cap, costs={0: (0.1,), 1: (0.2, 0.3)})
+    assert deadline_limited(1.0, free, limits).run == earliest_virtual_deadline_first(1.0, free, limits).run
+
+
 @pytest.mark.parametrize(("flying", "ring", "cap"), [(16, 4, 4), (3, 4, 1), (40, 4, 8), (2.5, 1, 8)])
 def test_the_cap_of_a_ring_leaves_every_device_something_to_run(flying: float, ring: int, cap: int) -> None:
     assert ring_cap(flying, ring, 8) == cap

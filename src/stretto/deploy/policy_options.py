@@ -18,6 +18,9 @@ from stretto.processors.stats import Degenerate
 
 PlanKind = Literal["auto", "whole", "per_visit"]
 
+BATCH_SIZES = (*range(1, 9), 10, 12, 16, 20, 24, 32, 48, 64)
+"""Sizes to capture, up to the cap. Vision and prefix cost nearly as many times more as there are rows, so padding costs too."""
+
 
 @dataclass(frozen=True)
 class PolicyOptions:
@@ -75,4 +78,5 @@ def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     else:
         plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
+    plan = plan.with_shapes({"batch": (*[n for n in BATCH_SIZES if n < options.max_batch], options.max_batch)})
     return plan.with_dispatch(options.dispatch or "deadline_limited")
