@@ -75,11 +75,13 @@ def merged(plan: Plan) -> Plan:
 
 def predicted(profile: Profile, plan: Plan, streams: int) -> dict[str, float]:
     """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
-    chunks = max(24, 6 * plan.in_flight)
+    chunks = max(240, 24 * plan.in_flight)
     runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
     outcome = Simulation({profile.model: Load(plan, profile)}, runs).run(2.0 * profile.work_s * chunks * streams)
     # Neither the start nor the end, where the last chunks have the devices to themselves.
     steady = [stream.done[chunks // 3 : -plan.in_flight] for stream in outcome.streams]
+    # Chunks can come out in bursts of as many as are in flight: whole bursts count.
+    steady = [done[: (len(done) - 1) // plan.in_flight * plan.in_flight + 1] for done in steady]
     intervals = [(done[-1][2] - done[0][2]) / (len(done) - 1) for done in steady]
     responses = [out - due for done in steady for _, due, out in done]
     return {
