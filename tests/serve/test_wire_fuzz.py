@@ -183,6 +183,6 @@ def test_full_size_frames_are_cut_anywhere_and_refused() -> None:
         ws.recv(timeout=5)
         for cut in (1, 100, 150_000, len(whole) - 1):
             ws.send(whole[:cut])
-            assert str(ws.recv(timeout=5)).startswith(f"[bad_message] message: got {cut} bytes that are not one whole")
+            assert str(ws.recv(timeout=5)).startswith(f"[bad_message] message: got {cut} bytes that cannot be read")
         ws.send(whole)
         assert "actions" in unpack(ws.recv(timeout=5))

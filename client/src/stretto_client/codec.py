@@ -75,7 +75,7 @@ def unpack(frame: bytes | bytearray | memoryview) -> Any:
     """
     weigh(frame)
     try:
-        raw = msgpack.unpackb(frame)
+        raw = msgpack.unpackb(frame, max_array_len=MAX_VALUES, max_map_len=MAX_VALUES)
     except (ValueError, TypeError, OverflowError, RecursionError) as e:
         raise CodecError("message", f"{len(frame)} bytes that cannot be read as one msgpack message ({e})") from e
     return _decode(raw, "", 0)
