@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ import torch
 
 from stretto.core.errors import CheckpointError, ConfigError
 from stretto.models.pi0 import Pi0Model, build
-from stretto.models.pi0_config import Pi0Config, family_of
-from stretto.processors.openpi import read_manifest
+from stretto.models.pi0_config import Pi0Config
+from stretto.processors.openpi import OpenpiOptions, read_manifest
 from stretto.processors.policy import PolicyProcessor, Preset
 from stretto.processors.spec import positive, read_json
 from stretto.processors.stats import Degenerate
@@ -114,21 +114,22 @@ def open_checkpoint(
         config = Pi0Config.from_lerobot({**raw, **steps})
         trained_delay = _trained_delay(raw, config)
     else:
-        shapes = tensor_shapes(path)
+        network, said = Pi0Config.from_openpi(tensor_shapes(path)), read_manifest(path)
         processor = PolicyProcessor.from_openpi(
             path,
-            family=read_manifest(path).get("family") or family_of(shapes),
+            family=said.get("family", network.family),
             preset=preset,
+            options=OpenpiOptions(image_size=said.get("image_size", network.image_size)),
             tokenizer=tokenizer,
             default_prompt=default_prompt,
             degenerate=degenerate,
         )
-        config = Pi0Config.from_openpi(
-            shapes,
+        config = replace(
+            network,
             action_horizon=processor.spec.action_horizon,
             cameras=len(processor.spec.slots),
             tokenizer_max_length=processor.spec.prompt.token_limit,
-            **({} if denoise_steps is None else {"denoise_steps": denoise_steps}),
+            denoise_steps=network.denoise_steps if denoise_steps is None else denoise_steps,
         )
     _agree(config, processor, path)
     return Opened(config, processor, path, layout, trained_delay)

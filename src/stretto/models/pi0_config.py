@@ -180,6 +180,7 @@ class Pi0Config:
             action_dim=action_dim,
             state_dim=state_dim,
             tokenizer_max_length=200 if family == "pi05" else 48,
+            vocab_size=_vocabulary(shapes),
             vision=vision,
             language=_gemma_from(shapes, "language_model.", GEMMA["gemma_2b"]),
             expert=_gemma_from(shapes, "gemma_expert.model.", GEMMA["gemma_300m"]),
@@ -276,6 +277,14 @@ def _depth(shapes: Mapping[str, tuple[int, ...]], part: str) -> int:
     if not found:
         raise ConfigError(part, got="no such tensor", expected="numbered layers")
     return max(found) + 1
+
+
+def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Read the rows of the language model's embedding, which some writers store only as the head that it is tied to."""
+    for name, shape in shapes.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and "gemma_expert." not in name:
+            return shape[0]
+    raise ConfigError("embed_tokens.weight", got="no such tensor", expected="a pi0 or pi0.5 checkpoint")
 
 
 def _gemma_from(shapes: Mapping[str, tuple[int, ...]], root: str, known: GemmaDims) -> GemmaDims:

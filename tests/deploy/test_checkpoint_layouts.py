@@ -1,0 +1,97 @@
+"""One policy written in both layouts: the openpi export says nearly nothing, and is the same policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from stretto.core.errors import CheckpointError
+from stretto.core.policy import RequestOptions
+from stretto.deploy.checkpoint import read_network
+from stretto.deploy.policy import Policy, PolicyOptions, load_policy
+from stretto.models.pi0 import build
+from stretto.models.pi0_config import Pi0Config
+from stretto.processors.spec import read_json
+from stretto.runtime.weights import save_weights, tensor_shapes
+
+QUICK = {"device": "cpu", "preset": "libero", "denoise_steps": 2, "degenerate": "hold"}
+
+
+@pytest.fixture(scope="module")
+def layouts(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A LeRobot folder and an openpi export of the same weights and statistics."""
+    root = tmp_path_factory.mktemp("layouts")
+    lerobot, openpi = root / "lerobot", root / "openpi"
+    shutil.copytree(tiny_checkpoint, lerobot)
+    config = read_json(lerobot / "config.json")
+    # An export does not say how many heads its image tower has, so it has as many as the published one.
+    config["stretto"]["vision"]["heads"] = 16
+    for camera in [name for name in config["input_features"] if "right_wrist" in name]:
+        del config["input_features"][camera]
+    config["empty_cameras"] = 1
+    (lerobot / "config.json").write_text(json.dumps(config))
+    model = build(Pi0Config.from_lerobot(config), dtype="float32")
+    model.randomize(seed=3)
+    save_weights(model, lerobot)
+    assets = openpi / "assets" / "lab" / "arm"
+    assets.mkdir(parents=True)
+    shutil.copy(lerobot / "model.safetensors", openpi)
+    shutil.copy(lerobot / "tokenizer.json", openpi)
+    (assets / "norm_stats.json").write_text(json.dumps({"norm_stats": _statistics(lerobot)}))
+    (openpi / "stretto.json").write_text(json.dumps({"processor": {"discrete_state": True}}))
+    return lerobot, openpi
+
+
+def _statistics(lerobot: Path) -> dict[str, dict[str, list[float]]]:
+    path = next(lerobot.glob("policy_postprocessor_step_*.safetensors"))
+    pre = load_file(next(lerobot.glob("policy_preprocessor_step_*.safetensors")))
+    names = ("mean", "std", "q01", "q99")
+    return {
+        "state": {name: pre[f"observation.state.{name}"].tolist() for name in names},
+        "actions": {name: load_file(path)[f"action.{name}"].tolist() for name in names},
+    }
+
+
+def first_chunk(policy: Policy) -> Any:
+    rng = np.random.default_rng(4)
+    cameras = {f"observation/{name}": rng.integers(0, 256, (56, 56, 3), dtype=np.uint8) for name in ("image", "wrist_image")}
+    observation = {**cameras, "observation/state": rng.uniform(-0.5, 0.5, 8), "prompt": "open the drawer"}
+    policy.warm()
+    try:
+        return policy.infer(observation, RequestOptions(seed=1))["actions"]
+    finally:
+        policy.close()
+
+
+def test_an_openpi_export_tells_its_network_by_its_tensors_and_gives_the_same_actions(layouts: tuple[Path, Path]) -> None:
+    lerobot, openpi = (load_policy(folder, PolicyOptions(**QUICK)) for folder in layouts)  # type: ignore[arg-type]
+    assert (lerobot.loaded.layout, openpi.loaded.layout) == ("lerobot", "openpi")
+    assert openpi.loaded.model.config == lerobot.loaded.model.config
+    np.testing.assert_allclose(first_chunk(openpi), first_chunk(lerobot), atol=1e-3)
+
+
+def test_an_export_that_claims_another_family_is_refused(layouts: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    shutil.copytree(layouts[1], folder)
+    (folder / "stretto.json").write_text(json.dumps({"processor": {"family": "pi0", "action_horizon": 10}}))
+    with pytest.raises(CheckpointError, match="family: network pi05, processor pi0"):
+        load_policy(folder, PolicyOptions(**QUICK))  # type: ignore[arg-type]
+
+
+def test_a_network_is_read_without_statistics_or_a_tokenizer(layouts: tuple[Path, Path], tmp_path: Path) -> None:
+    lerobot, openpi = layouts
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    shutil.copy(lerobot / "config.json", folder)
+    expected = Pi0Config.from_lerobot(read_json(folder / "config.json"))
+    assert read_network(folder) == expected
+    (folder / "config.json").write_text(json.dumps({"action_horizon": 10}))
+    (folder / "assets").mkdir()
+    shutil.copy(openpi / "model.safetensors", folder)
+    assert read_network(folder) == Pi0Config.from_openpi(tensor_shapes(folder), action_horizon=10)
