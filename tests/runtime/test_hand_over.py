@@ -10,6 +10,7 @@ import pytest
 import torch
 from toy import ToyModel
 
+from stretto.core.model import Rows
 from stretto.core.plan import Device, Placement, Plan
 from stretto.core.route import Segment
 from stretto.parallel.link import Values
@@ -84,3 +85,41 @@ def test_a_chunk_without_a_deadline_takes_the_pace_of_its_class() -> None:
 
     assert order(plan) == ["calm", "brisk"]
     assert order(replace(plan, pace_s={"calm": 10.0, "brisk": 0.5})) == ["brisk", "calm"]
+
+
+def test_a_chunk_that_came_while_the_device_was_busy_keeps_its_turn() -> None:
+    model, ran, may_end = ToyModel(), [], threading.Event()
+
+    class Encode:
+        spec = model.stages["encode"].spec
+        run_it = model.stages["encode"].run
+
+        def run(self, rows: Rows) -> None:
+            ran.append("encode")
+            assert may_end.wait(10)
+            Encode.run_it(rows)
+
+    class Refine:
+        spec = model.stages["refine"].spec
+        run_it = model.stages["refine"].run
+
+        def run(self, rows: Rows) -> None:
+            ran.append("refine")
+            Refine.run_it(rows)
+
+    model.stages = {"encode": Encode(), "refine": Refine()}
+    placements = (Placement(Segment(0, 1), "cpu:0"), Placement(Segment(1, len(ROUTE)), "cpu:0"))
+    plan = Plan("test", (Device("cpu:0"),), {"default": placements}, dispatch="first_come_first_served")
+    engine = Engine(model, plan, slots=4)
+    engine.warm()
+    try:
+        first = engine.open().submit(INPUTS, lengths={"items": 2})
+        while not ran:
+            time.sleep(0.001)
+        second = engine.open().submit(INPUTS, lengths={"items": 2})
+        may_end.set()
+        first.result(10)
+        second.result(10)
+    finally:
+        engine.close()
+    assert ran[:3] == ["encode", "encode", "refine"]

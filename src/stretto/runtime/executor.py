@@ -177,6 +177,9 @@ class Executor:
 
     def offer_all(self, flows: Sequence[Flow]) -> None:
         """Hand chunks to this device that may share a batch from the start; any thread."""
+        now_s = self._clock()
+        for flow in flows:
+            flow.ready_s = now_s  # the device may be busy for a while before it looks at its mail
 
         def enqueue() -> None:
             for flow in flows:
@@ -276,7 +279,6 @@ class Executor:
         if flow.stream not in self._residents:
             self._fail(flow, StreamClosedError("the stream was closed"))
             return
-        flow.ready_s = self._clock()
         self._keys[flow] = self._arrived
         self._arrived += 1
         self._waiting.append(flow)
