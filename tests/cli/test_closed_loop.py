@@ -95,3 +95,11 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing_running(tmp_path: Path) -> None
             return
         time.sleep(0.1)
     pytest.fail("processes of the demo are still there")
+
+
+def test_a_demo_that_cannot_simulate_says_so_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto.cli", "demo", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "MUJOCO_GL": "bogus"})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: MUJOCO_GL: got 'bogus'")
+    assert "Traceback" not in done.stderr

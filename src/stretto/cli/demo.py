@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from tyro.conf import Positional, UseAppendAction
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from stretto.evals.results import Episode
     from stretto.evals.video import Frames
 
+T = TypeVar("T")
 TASKS = ("drawer-open", "button-press-topdown", "window-open")
 
 
@@ -88,7 +91,9 @@ def run(args: Args) -> int:
             console.print(f"serving on {server.url} ({policy.device}, {policy.engine.plan.mode}); {len(tasks)} robots connect")
             connect = connect_to(server.url)
             with Live(_table(seen), console=console, refresh_per_second=8) as live:
-                results = _run_robots(args, adapter, tasks, seed, seen, connect, lambda: live.update(_table(seen)))
+                results = _run_robots(args, adapter, seed, seen, connect, lambda: live.update(_table(seen)))
+            if not console.is_terminal:
+                console.print()  # the last table stands without an end of line where nothing is live
             films, episodes = [r[1] for r in results], [r[0] for r in results]
     finally:
         policy.close()
@@ -98,7 +103,7 @@ def run(args: Args) -> int:
 
 
 def _run_robots(
-    args: Args, adapter: Any, tasks: Sequence[str], seed: int, seen: Sequence[Seen], connect: Connect, refresh: Any
+    args: Args, adapter: Any, seed: int, seen: Sequence[Seen], connect: Connect, refresh: Any
 ) -> list[tuple[Episode, Frames]]:
     from stretto.evals.ablations import find_ablation
     from stretto.evals.evaluate import FILM_FPS
@@ -106,28 +111,39 @@ def _run_robots(
     from stretto.evals.robots import Job, Robot
 
     every = max(1, round(adapter.control_hz / FILM_FPS))
-    results: dict[str, tuple[Episode, Frames]] = {}
 
-    def drive(row: Seen) -> None:
+    def drive(row: Seen) -> tuple[Episode, Frames]:
         asker = Connected(lambda: Watched(connect(), row, args.execute_steps))
         robot = Robot("metaworld", adapter, asker, None, find_ablation("none"), args.execute_steps)
         try:
             episode, frames = robot.run(Job(row.task, seed, every))
             row.steps = episode.steps
             row.state = f"broken off: {episode.cause}" if episode.cause else ("solved" if episode.success else "not solved")
-            results[row.task] = (episode, frames)
+            return episode, frames
         finally:
             robot.close()
             asker.close()
 
-    threads = [threading.Thread(target=drive, args=(row,), daemon=True) for row in seen]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        for thread in threads:
-            thread.join(0.1)
+    driven = [_in_thread(partial(drive, row)) for row in seen]
+    while wait(driven, timeout=0.1).not_done:
         refresh()
-    return [results[task] for task in tasks]
+    refresh()
+    return [future.result() for future in driven]
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run work in a thread that does not outlive an interrupted demo."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        # The edge of one robot: its error is raised where the results are gathered.
+        try:
+            done.set_result(work())
+        except Exception as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _table(seen: Sequence[Seen]) -> Table:

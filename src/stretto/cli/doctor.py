@@ -113,10 +113,11 @@ def run(args: Args) -> int:
         print(json.dumps([vars(c) for c in checks], indent=1))
         return 0
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("check", "", "found", "advice", box=None)
     for c in checks:
-        table.add_row(c.name, "[green]ok[/]" if c.ok else "[yellow]--[/]", c.found, "" if c.ok else c.advice)
+        table.add_row(c.name, "[green]ok[/]" if c.ok else "[yellow]--[/]", escape(c.found), "" if c.ok else escape(c.advice))
     Console().print(table)
     return 0
