@@ -199,7 +199,7 @@ def running(folder: Path, policy: str) -> Iterator[tuple[subprocess.Popen[str], 
             """
         )
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"stretto: linear ready on (ws://127\.0\.0\.1:\d+) after [\d.]+ s\n", line)
@@ -233,3 +233,5 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert process.wait(timeout=5) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "returned\n"
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()

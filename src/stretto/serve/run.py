@@ -88,6 +88,8 @@ class _Uvicorn(uvicorn.Server):
             server.close()
         await self._policy.drain(self._policy.options.drain_s, abandon=lambda: self.force_exit)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then leaves the app to be cancelled, which it would report as a failure
+            await self.lifespan.shutdown()
 
     def stop(self) -> None:
         """Stop after a drain; asked a second time, stop at once."""
