@@ -22,7 +22,7 @@ def test_the_add_a_model_page_runs_as_written() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:src|docs|tests|benchmarks|recipes|client|scripts)/[\w./-]+?)`", page.read_text())
-    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (page.parent / link).exists()]
     assert not missing
