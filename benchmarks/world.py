@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,7 @@ def main() -> None:
     names = [f"cuda:{i}" for i in range(count)] if torch.cuda.is_available() and not args.small else ["cpu"] * count
     devices, args.mode, args.dtype = resolve(names, args.mode, "auto")
     result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices), "rows": []}
+    result["host"] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     result["rings"] = "filled with normal random numbers; streams begin at the first chunk whose rings count as full"
     profiles = result["profiles"] = []
     for shape in shapes_of(args):
