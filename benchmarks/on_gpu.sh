@@ -37,7 +37,7 @@ if [ "$GPUS" -gt 1 ]; then
   part pipeline_smoke 100 $PY -X faulthandler benchmarks/pipeline_smoke.py --out "$OUT/pipeline_2x_h200.json"
   spread=(--windows 21 --decoders none --seconds 2)
   part threads 150 $PY benchmarks/world.py "${spread[@]}" --minutes 2 --out "$OUT/world_2x_h200.json"
-  part processes 100 $PY benchmarks/world.py "${spread[@]}" --models wan2.1-1.3b --plans batched by_step by_stage \
+  part processes 100 $PY benchmarks/world.py "${spread[@]}" --models wan2.1-1.3b --plans batched by_step by_stage by_block_batched \
     --workers processes --minutes 1.2 --out "$OUT/world_2x_processes_h200.json"
 else
   policies
