@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell that starts its jobs in the background has them ignore Ctrl-C, and every process that a test starts inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEROBOT = Path(__file__).parent / "golden" / "lerobot"
 

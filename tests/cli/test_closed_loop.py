@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,9 +76,7 @@ def test_the_demo_leaves_a_film_and_a_page(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_demo_and_leaves_nothing_running(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stretto.cli", "demo", "--out", str(tmp_path)]
-    # A shell that starts its jobs in the background has them ignore the signal, and children inherit that.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed) as demo:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as demo:
         assert demo.stdout is not None
         while "robots connect" not in (line := demo.stdout.readline()):
             assert line, "the demo ended early"

@@ -186,18 +186,18 @@ def test_workers_end_with_the_process_that_started_them(tmp_path, number: signal
     tests = os.path.join(os.path.dirname(os.path.dirname(__file__)), "runtime")
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(tests=tests))
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 2
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does: to all of them at once
-    else:
-        process.send_signal(number)
-    process.wait(30)
-    process.stdout.close()
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does: to all of them at once
+        else:
+            process.send_signal(number)
+        process.wait(30)
     deadline_s = time.monotonic() + 30
     while any(map(alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)

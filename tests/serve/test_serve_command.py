@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,7 @@ class Command:
     def __init__(self, folder: Path, *flags: str) -> None:
         quick = ("--port", "0", "--device", "cpu", "--denoise-steps", "2")
         command = [sys.executable, "-m", "stretto.cli", "serve", str(folder), *quick, *flags]
-        # A shell that starts its jobs in the background has them ignore the signal, and children inherit that.
-        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"ready on ws://127\.0\.0\.1:(\d+) after", line)

@@ -23,15 +23,15 @@ from torch import Tensor
 from stretto.core.errors import DeadlineError, RefusedError, StreamClosedError, SupersededError, WorkerDiedError
 from stretto.core.model import Model, Row
 from stretto.core.plan import Plan
-from stretto.core.route import Segment
 from stretto.parallel.order import hold_for_current_stream
-from stretto.runtime.costs import Backlog, Served, measure, progress
+from stretto.runtime.costs import Backlog, Served
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import arenas_for
-from stretto.runtime.program import Graphs, Member, Program, batch_buckets
+from stretto.runtime.program import Member
+from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
-from stretto.runtime.ways import MAIN, OnRoute, Placements, Ways, ways_of
+from stretto.runtime.ways import Ways, ways_of
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ _WAITED_S = 50e-6  # waiting for longer than this, the host met the end of a bat
 Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
 """Takes chunks that leave from one place of one route, and their values as [B, ...] on the device; on its thread."""
 Fail = Callable[[Flow, Exception], None]
-Kind = tuple[str, tuple[str, ...]]
-"""What tasks must have in common to share a batch: their route, and the stages they run."""
 
 
 class Executor:
@@ -73,30 +71,14 @@ class Executor:
         self._depart, self._fail, self._died, self._clock = depart, fail, died, clock
         self._stateless = not model.state and not model.conditions
         self._ways = ways = ways or ways_of(model, plan)
-        self._on = {name: model if name == MAIN else OnRoute(model, route) for name, route in ways.routes.items()}
         self._policy: DispatchPolicy = policy(plan.dispatch)
         cap = plan.batch_cap(device_name)
         self._limits = Limits(batch_cap=cap)
         self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams, ways=ways)
-        self.graphs = Graphs(self.device) if plan.mode == "graph" else None
-        self._programs: dict[Kind, Program] = {}
-        for name, p in ways.on(device_name):
-            kind = self._kind(name, p.segment)
-            if kind not in self._programs:
-                self._programs[kind] = Program(
-                    self._on[name],
-                    p.segment,
-                    self.arenas,
-                    mode=plan.mode,
-                    batch_buckets=plan.shapes.get("batch") or batch_buckets(cap),
-                    graphs=self.graphs,
-                    shapes=plan.shapes,
-                )
-        self._kinds = {kind: i for i, kind in enumerate(self._programs)}
+        self._can = Repertoire(model, plan, ways, device_name, self.arenas)
         self._residents = Residents(model, device_name, self.arenas.state_slots, ways)
         self._served = Served()
         self._backlog = Backlog()
-        self._ahead_of: dict[Placements, list[tuple[float, float, tuple[int, ...]]]] = {}
         self._wake = threading.Condition()
         self._mail: deque[Callable[[], None]] = deque()
         self._waiting: list[Flow] = []
@@ -109,29 +91,18 @@ class Executor:
         self.dead: str | None = None
         self._thread = threading.Thread(target=self._loop, name=f"executor {device_name}", daemon=True)
 
-    def _kind(self, route: str, segment: Segment) -> Kind:
-        return route, self._on[route].route.signature(segment)
-
     def warm(self) -> None:
         """Capture every graph the plan can need. Synchronises the device; call before `start`."""
         with torch.inference_mode(), self._on_device():
-            for program in self._programs.values():
-                program.capture()
+            self._can.capture()
             # Only what keeps nothing between chunks can run for the sake of measuring.
             if self._plan.dispatch in LOOKS_AHEAD and self._stateless:
-                self._limits = replace(self._limits, costs=self._measured())
-
-    def _measured(self) -> dict[int, tuple[float, ...]]:
-        first: dict[Kind, int] = {}
-        for name, p in self._ways.on(self.name):
-            first.setdefault(self._kind(name, p.segment), p.segment.start)
-        cap = self._limits.batch_cap
-        return {self._kinds[k]: measure(p, first[k], self.device, cap) for k, p in self._programs.items()}
+                self._limits = replace(self._limits, costs=self._can.measured(self._limits.batch_cap))
 
     @property
     def costs(self) -> Mapping[tuple[str, ...], Sequence[float]]:
         """Stages that run as one task -> measured seconds of a batch of 1, 2, ... of them; empty before `warm`."""
-        return {kind[1]: self._limits.costs[k] for kind, k in self._kinds.items() if k in self._limits.costs}
+        return self._can.by_stages(self._limits.costs)
 
     def start(self) -> None:
         self._thread.start()
@@ -223,7 +194,7 @@ class Executor:
 
     @property
     def captures(self) -> int:
-        return self.graphs.captures if self.graphs else 0
+        return self._can.graphs.captures if self._can.graphs else 0
 
     @property
     def launches(self) -> int:
@@ -332,10 +303,10 @@ class Executor:
         self._fail(flow, kind(reason, text or "the dispatch policy dropped the task"))
 
     def _seen(self, flow: Flow) -> Waiting:
-        share, left_s, ahead = self._progress(flow)
+        share, left_s, ahead = self._can.progress(flow, self._limits)
         return Waiting(
             key=self._keys[flow],
-            kind=self._kinds[self._kind(flow.route, flow.placement.segment)],
+            kind=self._can.number(flow),
             ready_s=flow.ready_s,
             submitted_s=flow.submitted_s,
             deadline_s=flow.deadline_s,
@@ -348,17 +319,6 @@ class Executor:
             ahead=ahead,
         )
 
-    def _progress(self, flow: Flow) -> tuple[float, float, tuple[int, ...]]:
-        known = self._ahead_of.get(flow.placements)
-        if known is None:
-            here = [self._kinds[self._kind(flow.route, p.segment)] if p.device == self.name else -1 for p in flow.placements]
-            seconds = [self._limits.seconds(kind, 1) if kind >= 0 else 0.0 for kind in here]
-            shares = progress(self._on[flow.route].route, flow.placements, seconds)
-            ahead = [tuple(kind for kind in here[i + 1 :] if kind >= 0) for i in range(len(here))]
-            known = [(share, left_s, after) for (share, left_s), after in zip(shares, ahead, strict=True)]
-            self._ahead_of[flow.placements] = known
-        return known[flow.at]
-
     def _make_room(self) -> None:
         """Wait until one more batch may be queued on the device."""
         if len(self._outstanding) >= _AHEAD:
@@ -370,27 +330,27 @@ class Executor:
 
     def _launch(self, batch: Sequence[Flow]) -> None:
         self._make_room()
-        kind = self._kind(batch[0].route, batch[0].placement.segment)
+        number, stages = self._can.number(batch[0]), self._can.route(batch[0].route).signature(batch[0].placement.segment)
         for flow in batch:
             self._waiting.remove(flow)
             if not flow.slot:
                 self._settle(flow)
         lengths = {axis: max(f.lengths[axis] for f in batch) for axis in batch[0].lengths}
         begin = Stamp(self.device)
-        ran = self._programs[kind].launch([self._member(f) for f in batch], lengths)
+        ran = self._can.program(batch[0]).launch([self._member(f) for f in batch], lengths)
         for flow in batch:
             last = all(p.device != self.name for p in flow.placements[flow.at + 1 :])
             self._residents.pass_by(flow, last=last)
         end = Stamp(self.device)
         self._outstanding.append(end)
         self._launches += 1
-        seconds = self._limits.seconds(self._kinds[kind], len(batch))
+        seconds = self._limits.seconds(number, len(batch))
         if self.device.type == "cuda":
             self._backlog.give(seconds / (1.0 + self._limits.margin), self._clock())
         share_s = seconds / len(batch)
         for flow in batch:
             self._served.add(flow.stream, share_s, self._clock())
-            flow.spans.append(("+".join(dict.fromkeys(kind[1])), begin, end, len(batch)))
+            flow.spans.append(("+".join(dict.fromkeys(stages)), begin, end, len(batch)))
             flow.ran_eagerly |= ran.mode == "eager"
         self._move_on(batch)
 
@@ -412,7 +372,7 @@ class Executor:
     def _member(self, flow: Flow) -> Member:
         segment = flow.placement.segment
         row = Row(flow.stream, flow.chunk, 0, flow.slot, seed=flow.seed)
-        state_slots = self._residents.slots(flow.stream, segment, self._on[flow.route])
+        state_slots = self._residents.slots(flow.stream, segment, self._can.model(flow.route))
         return Member(row, segment.start, state_slots, self._residents.conditions(flow.stream, flow.versions))
 
     def _move_on(self, batch: Sequence[Flow]) -> None:
@@ -437,7 +397,7 @@ class Executor:
         """Let chunks go that leave from one place of one route."""
         cut = flows[0].placements[flows[0].at - 1].segment.stop
         slots = torch.tensor([f.slot for f in flows], dtype=torch.int64).to(self.device, non_blocking=True)
-        route = self._on[flows[0].route].route
+        route = self._can.route(flows[0].route)
         rows = {name: self.arenas[name].index_select(0, slots) for name in route.crossing(cut)}
         for flow in flows:
             self._release(flow)
