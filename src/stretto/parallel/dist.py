@@ -8,7 +8,6 @@ the consumer always receives, so neither can block the other.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from torch import distributed as dist
 
 from stretto.parallel.link import LinkError, Lost, Receive, Values
 from stretto.parallel.order import Mark, hold_for_current_stream, side_stream
+from stretto.parallel.outbox import Outbox
 from stretto.parallel.pages import PageLayout
 
 PRODUCER: Literal[0] = 0
@@ -88,35 +88,24 @@ class DistInbox:
         self._thread.join(timeout_s)
 
 
-class DistOutbox:
-    """The producer's end: a queue, and a thread that sends. Headers must be JSON-able."""
+class DistOutbox(Outbox):
+    """The producer's end. Headers must be JSON-able."""
+
+    broken = (RuntimeError,)
 
     def __init__(self, peer: str, pair: Pair, layout: PageLayout, device: torch.device, *, lost: Lost) -> None:
-        self.peer, self._pair, self._layout, self._device, self._lost = peer, pair, layout, device, lost
-        self._queue: queue.SimpleQueue[tuple[Any, Values, Mark] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"outbox to {peer}", daemon=True)
-        self._thread.start()
+        super().__init__(peer, device, lost)
+        self._pair, self._layout = pair, layout
+        self._start()
 
-    def send(self, header: Any, values: Values) -> None:
-        self._queue.put((header, values, Mark.now(self._device)))
+    def _goodbye(self) -> None:
+        self._pair.send(self._pair.headers, torch.zeros(1, dtype=torch.int64))
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            self._thread.join()
+    def _cause(self, error: Exception) -> str:
+        return f"its link failed: {error}"
 
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode(), side_stream(self._device):
-                while (item := self._queue.get()) is not None:
-                    self._write(*item)
-                self._pair.send(self._pair.headers, torch.zeros(1, dtype=torch.int64))
-        except RuntimeError as e:
-            self._lost(self.peer, f"its link failed: {e}")
-            while not self._closed and self._queue.get() is not None:
-                pass
+    def _release(self) -> None:
+        """The process groups end with the process."""
 
     def _write(self, header: Any, values: Values, ready: Mark) -> None:
         text = torch.frombuffer(bytearray(json.dumps([list(values), header]).encode()), dtype=torch.uint8)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.core.packing import packed
 from stretto.core.route import TensorSpec
 
 _ALIGN = 256  # any dtype can be viewed in place, and copies start on a line of memory
@@ -23,11 +24,8 @@ class PageLayout:
 
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> PageLayout:
-        offsets, at = {}, 0
-        for name in sorted(specs):
-            offsets[name] = at
-            at += -(-specs[name].nbytes // _ALIGN) * _ALIGN
-        return PageLayout(dict(specs), offsets, max(at, _ALIGN))
+        offsets, size = packed(specs, _ALIGN)
+        return PageLayout(dict(specs), offsets, max(size, _ALIGN))
 
     def views(self, page: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the named values of a page, as views on its bytes."""

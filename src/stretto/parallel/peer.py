@@ -13,7 +13,6 @@ Messages, over a pipe between processes that trust each other:
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import deque
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from stretto.parallel.link import LinkError, Lost, Receive, Values
 from stretto.parallel.order import Mark, hold_for_current_stream, side_stream
+from stretto.parallel.outbox import Outbox
 from stretto.parallel.pages import PageLayout
 
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
@@ -82,8 +82,10 @@ class PeerInbox:
         self._thread.join(timeout_s)
 
 
-class PeerOutbox:
-    """The producer's end: a queue, and a thread that writes pages as credits allow."""
+class PeerOutbox(Outbox):
+    """The producer's end; it writes pages as credits allow."""
+
+    broken = GONE
 
     def __init__(self, peer: str, pipe: Connection, layout: PageLayout, device: torch.device, *, lost: Lost) -> None:
         """Open the consumer's pages. Blocks until it has offered them.
@@ -91,7 +93,8 @@ class PeerOutbox:
         Raises:
             LinkError: if they cannot be opened from here.
         """
-        self.peer, self._pipe, self._layout, self._device, self._lost = peer, pipe, layout, device, lost
+        super().__init__(peer, device, lost)
+        self._pipe, self._layout = pipe, layout
         try:
             self._pages, read = pipe.recv()
             self._read = [Mark(event) for event in read]
@@ -104,32 +107,20 @@ class PeerOutbox:
         except RuntimeError as e:
             raise LinkError(f"memory of {peer} cannot be opened from {device}: {e}") from e
         self._free = deque(range(len(self._pages)))
-        self._queue: queue.SimpleQueue[tuple[Any, Values, Mark] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"outbox to {peer}", daemon=True)
-        self._thread.start()
+        self._start()
 
-    def send(self, header: Any, values: Values) -> None:
-        self._queue.put((header, values, Mark.now(self._device)))
+    def _goodbye(self) -> None:
+        """Say it, and take the last credits: a pipe that is closed with something in it breaks under the consumer."""
+        self._pipe.send(None)
+        with contextlib.suppress(*GONE):
+            while True:
+                self._pipe.recv()
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
-            self._thread.join()
+    def _cause(self, error: Exception) -> str:
+        return f"its end of the link closed ({type(error).__name__})"
 
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode(), side_stream(self._device):
-                while (item := self._queue.get()) is not None:
-                    self._write(*item)
-                self._pipe.send(None)
-            self._wait_for_end()
-        except GONE as e:
-            self._lost(self.peer, f"its end of the link closed ({type(e).__name__})")
-            self._discard()
-        finally:
-            self._pipe.close()
+    def _release(self) -> None:
+        self._pipe.close()
 
     def _write(self, header: Any, values: Values, ready: Mark) -> None:
         page = self._page()
@@ -146,13 +137,3 @@ class PeerOutbox:
         while not self._free or self._pipe.poll():
             self._free.append(self._pipe.recv())
         return self._free.popleft()
-
-    def _wait_for_end(self) -> None:
-        """Take the last credits: a pipe that is closed with something in it breaks under the consumer."""
-        with contextlib.suppress(*GONE):
-            while True:
-                self._pipe.recv()
-
-    def _discard(self) -> None:
-        while not self._closed and self._queue.get() is not None:
-            pass

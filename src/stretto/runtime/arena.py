@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import CapacityError, FieldError
+from stretto.core.packing import packed
 from stretto.core.route import TensorSpec
 
 _ALIGN = 16
@@ -62,11 +63,7 @@ class InputLayout:
 
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> InputLayout:
-        offsets, at = {}, 0
-        for name in sorted(specs):
-            offsets[name] = at
-            at += -(-specs[name].nbytes // _ALIGN) * _ALIGN
-        return InputLayout(dict(specs), offsets, at)
+        return InputLayout(dict(specs), *packed(specs, _ALIGN))
 
     def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> Tensor:
         """Pack one request into a byte row on the host; inputs shorter than declared are padded with zeros.
