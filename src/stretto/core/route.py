@@ -107,9 +107,6 @@ class Route:
     def on(self, segment: Segment) -> tuple[Visit, ...]:
         return self.visits[segment.start : segment.stop]
 
-    def keeps_state(self, segment: Segment) -> bool:
-        return any(self.stages[v.stage].state for v in self.on(segment))
-
     def signature(self, segment: Segment) -> tuple[str, ...]:
         """Return the stages the segment runs; segments of equal signature on one device can share a batch."""
         return tuple(v.stage for v in self.on(segment))

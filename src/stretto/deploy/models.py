@@ -10,17 +10,12 @@ from typing import Any, Protocol
 import stretto.models
 from stretto.core.errors import ConfigError
 from stretto.core.model import Model
-from stretto.core.weights import Weighted
 
 
 class Build(Protocol):
     """Makes a model of one preset on a device, with seeded random weights."""
 
     def __call__(self, *, device: str, dtype: str, **options: Any) -> Model: ...
-
-
-class BuiltModel(Model, Weighted, Protocol):
-    """A model whose weights can be loaded."""
 
 
 def presets() -> Mapping[str, Build]:

@@ -306,7 +306,7 @@ class Executor:
         share, left_s, ahead = self._can.progress(flow, self._limits)
         return Waiting(
             key=self._keys[flow],
-            kind=self._can.number(flow),
+            kind=self._can.entry(flow).number,
             ready_s=flow.ready_s,
             submitted_s=flow.submitted_s,
             deadline_s=flow.deadline_s,
@@ -330,14 +330,14 @@ class Executor:
 
     def _launch(self, batch: Sequence[Flow]) -> None:
         self._make_room()
-        number, stages = self._can.number(batch[0]), self._can.route(batch[0].route).signature(batch[0].placement.segment)
+        number, program, stages = self._can.entry(batch[0])
         for flow in batch:
             self._waiting.remove(flow)
             if not flow.slot:
                 self._settle(flow)
         lengths = {axis: max(f.lengths[axis] for f in batch) for axis in batch[0].lengths}
         begin = Stamp(self.device)
-        ran = self._can.program(batch[0]).launch([self._member(f) for f in batch], lengths)
+        ran = program.launch([self._member(f) for f in batch], lengths)
         for flow in batch:
             last = all(p.device != self.name for p in flow.placements[flow.at + 1 :])
             self._residents.pass_by(flow, last=last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from stretto.core.model import Model
 from stretto.core.plan import Plan
@@ -16,6 +17,14 @@ from stretto.sched.dispatch import Limits
 
 Kind = tuple[str, tuple[str, ...]]
 """What tasks must have in common to share a batch: their route, and the stages they run."""
+
+
+class Entry(NamedTuple):
+    """A task as its device runs it: the number of its kind, the program, and the stages."""
+
+    number: int
+    program: Program
+    stages: tuple[str, ...]
 
 
 class Repertoire:
@@ -40,6 +49,9 @@ class Repertoire:
                     shapes=plan.shapes,
                 )
         self._numbers = {kind: i for i, kind in enumerate(self._programs)}
+        # By place, since a segment of many visits makes a long key and a task is looked up at every decision.
+        kinds = {(route, p.segment): self._kind(route, p.segment) for route, p in ways.on(name)}
+        self._at = {place: Entry(self._numbers[k], self._programs[k], k[1]) for place, k in kinds.items()}
         self._known: dict[Placements, list[tuple[float, float, tuple[int, ...]]]] = {}
 
     def _kind(self, route: str, segment: Segment) -> Kind:
@@ -51,12 +63,9 @@ class Repertoire:
     def route(self, route: str) -> Route:
         return self._on[route].route
 
-    def number(self, flow: Flow) -> int:
-        """Return the number of the kind that a chunk's task here is of."""
-        return self._numbers[self._kind(flow.route, flow.placement.segment)]
-
-    def program(self, flow: Flow) -> Program:
-        return self._programs[self._kind(flow.route, flow.placement.segment)]
+    def entry(self, flow: Flow) -> Entry:
+        """Return what a chunk's task here is."""
+        return self._at[flow.route, flow.placement.segment]
 
     def capture(self) -> None:
         """Capture every graph that can be captured before the start. Synchronises the device."""
