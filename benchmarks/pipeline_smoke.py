@@ -5,18 +5,19 @@
 Equality: a small Wan in a process for each device, under every plan and both transports, against one device. Hops: hidden
 states of true size from the first device to the second, one at a time (latency: send to there) and back to back
 (interval), through pages in the memory of the consumer, through host memory, and over torch.distributed; beside them one
-plain copy. On a machine without GPUs the same runs between CPU processes. A transport that does not work is reported.
+plain copy. On a machine without GPUs the same runs between CPU processes. First of all it tries what two processes can share
+on this machine. Every hop runs in processes of its own, so that a transport that does not work is reported, however it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from stretto.parallel.dist import CONSUMER, PRODUCER, DistInbox, DistOutbox, Pai
 from stretto.parallel.order import Mark
 from stretto.parallel.pages import PageLayout
 from stretto.parallel.peer import PeerInbox, PeerOutbox
+from stretto.parallel.probe import try_ways
 from stretto.runtime.engine import Engine
 
 HIDDEN_MB = {"wan2.1-1.3b": 14.4, "wan2.2-5b": 16.2, "wan2.1-14b": 47.9}
 HOPS = 40
+HOP_S = 40
 
 
 def torch_device(name: str) -> torch.device:
@@ -60,12 +63,12 @@ def reference(share: WanShare, device: str) -> list[Outputs]:
         engine.close()
 
 
-def equality(devices: Sequence[str], dtype: str) -> list[dict[str, Any]]:
+def equality(devices: Sequence[str], dtype: str, transports: Sequence[str]) -> list[dict[str, Any]]:
     share = small(dtype)
     want = reference(share, devices[0])
     described = share(device="cpu", only=())
     rows = []
-    for transport in ("peer", "dist"):
+    for transport in transports:
         for kind in KINDS:
             plan = place(described, kind, devices[:1] if kind == "whole" else devices)
             row: dict[str, Any] = {"plan": kind, "workers": len(plan.devices), "transport": transport, "dtype": dtype}
@@ -120,7 +123,7 @@ def hop(mode: str, source: str, target: str, nbytes: int) -> dict[str, Any]:
     store = open_store() if mode == "dist" else None
     ours, end = context.Pipe()
     where = end if store is None else store.port
-    process = context.Process(target=consume, args=(mode, target, nbytes, where, theirs), daemon=True)
+    process = context.Process(target=consume, args=(mode, target, nbytes, where, theirs))
     process.start()
     theirs.close()
     end.close()
@@ -181,17 +184,41 @@ def plain_copy(source: str, target: str, nbytes: int) -> dict[str, Any]:
     }
 
 
-def hops(source: str, target: str) -> list[dict[str, Any]]:
+def hop_apart(mode: str, source: str, target: str, nbytes: int, answer: Any) -> None:
+    """Do one row in this process, which may die of it."""
+    faulthandler.enable()
+    if source.startswith("cuda"):
+        torch.cuda.set_device(source)
+    torch.set_num_threads(1)
+    try:
+        answer.send(plain_copy(source, target, nbytes) if mode == "copy" else hop(mode, source, target, nbytes))
+    except (StrettoError, RuntimeError, EOFError) as e:
+        answer.send({"error": f"{type(e).__name__}: {e}"})
+
+
+def tried(mode: str, source: str, target: str, nbytes: int) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hop_apart, args=(mode, source, target, nbytes, theirs))
+    process.start()
+    theirs.close()
+    try:
+        row: dict[str, Any] = ours.recv() if ours.poll(HOP_S) else {"error": f"not done after {HOP_S} s"}
+    except EOFError:
+        process.join(10)
+        row = {"error": f"its process ended with {process.exitcode}"}
+    if process.is_alive():
+        process.join(5)
+        process.kill()
+    return {"mode": mode, "mb": nbytes / 1e6, **row}
+
+
+def hops(source: str, target: str, models: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
-    for model, mb in HIDDEN_MB.items():
-        nbytes = int(mb * 1e6) // 512 * 512
+    for model in models:
+        nbytes = int(HIDDEN_MB[model] * 1e6) // 512 * 512
         for mode in ("copy", "peer", "host", "dist"):
-            try:
-                row = plain_copy(source, target, nbytes) if mode == "copy" else hop(mode, source, target, nbytes)
-            except (StrettoError, RuntimeError, EOFError) as e:
-                traceback.print_exc()
-                row = {"mode": mode, "mb": mb, "error": f"{type(e).__name__}: {e}"}
-            rows.append({"hidden_of": model, **row})
+            rows.append({"hidden_of": model, **tried(mode, source, target, nbytes)})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -200,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="*", help="by default all GPUs, or two CPU processes")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--skip", nargs="*", default=[], choices=("equality", "hops"))
+    parser.add_argument("--skip", nargs="*", default=[], choices=("equality", "hops", "ways"))
+    parser.add_argument("--models", nargs="*", default=list(HIDDEN_MB), choices=list(HIDDEN_MB), help="hops of their size")
+    parser.add_argument("--transports", nargs="*", default=["peer", "dist"], choices=("peer", "dist"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -210,14 +239,19 @@ def main() -> None:
     if count > 1:
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         result["peer_access"] = {f"{a}-{b}": torch.cuda.can_device_access_peer(a, b) for a, b in pairs}
+
+    def keep(part: str, rows: object) -> None:
+        result[part] = rows
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    if "ways" not in args.skip and len(devices) > 1:
+        keep("ways", ways := [asdict(t) for t in try_ways(devices[0], devices[1])])
+        print(json.dumps(ways, indent=1), flush=True)
     if "hops" not in args.skip and len(devices) > 1:
-        result["hops"] = hops(devices[0], devices[1])
+        keep("hops", hops(devices[0], devices[1], args.models))
     if "equality" not in args.skip:
-        result["equality"] = equality(devices, args.dtype)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+        keep("equality", equality(devices, args.dtype, args.transports))
 
 
 if __name__ == "__main__":
