@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from stretto.core.errors import ConfigError
 
@@ -39,3 +40,18 @@ FLAGS = (TRITON,)
 def commit() -> str | None:
     """Return STRETTO_COMMIT: the commit of a source tree that travels without its repository."""
     return os.environ.get(PREFIX + "COMMIT")
+
+
+def kernel_table() -> Path | None:
+    """Return STRETTO_KERNEL_TABLE: a table of measured kernel choices that goes before those in the user's folder.
+
+    Raises:
+        ConfigError: if it names no file.
+    """
+    raw = os.environ.get(PREFIX + "KERNEL_TABLE")
+    if raw is None:
+        return None
+    path = Path(raw)
+    if not path.is_file():
+        raise ConfigError(PREFIX + "KERNEL_TABLE", got=repr(raw), expected="a file that `stretto bench --tune` wrote")
+    return path

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.env import TRITON
+from stretto.layers.tuning import choices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +53,9 @@ class FusedOp(Generic[P, R]):
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.kernel is not None and self.runs(*args, **kwargs) == "triton":
+        kind = self.runs(*args, **kwargs)
+        choices(_first(args).device).ran.setdefault(self.name, set()).add(kind)
+        if self.kernel is not None and kind == "triton":
             return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
