@@ -1,4 +1,7 @@
-"""`stretto bench MODEL`: a policy's request, whole and per stage, or a world model's output interval under plans."""
+"""`stretto bench MODEL`: a policy's request, whole and per stage, or a world model's output interval under plans.
+
+With --tune it times kernels instead, and writes the table of choices that later runs use.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,18 @@ class Args:
     json: bool = False
     """Print one JSON object on standard output."""
     out: Path | None = None
-    """Also write that JSON to a file."""
+    """Also write that JSON to a file; with --tune, the table (~/.config/stretto/kernels/DEVICE.json by default)."""
+    tune: bool = False
+    """Time every kernel choice at the shapes that the model runs, and write the fastest to a table."""
+    tune_seconds: float = 120.0
+    """Start no new measurement after this long."""
 
 
 def run(args: Args) -> int:
     from stretto.deploy.worlds import NAMES
 
+    if args.tune:
+        return _tune(args)
     world = args.model in NAMES
     result = _world(args) if world else _policy(args)
     text = json.dumps(result, indent=1)
@@ -109,6 +118,31 @@ def _world(args: Args) -> dict[str, Any]:
         mode=args.mode,
     )
     return bench_world(options)
+
+
+def _tune(args: Args) -> int:
+    from stretto.deploy.tune import TuneOptions, tune_model
+
+    options = TuneOptions(
+        model=args.model,
+        batches=numbers("batch", args.batch),
+        prompt=args.prompt,
+        seconds=args.tune_seconds,
+        device=args.device,
+        dtype=args.dtype,
+        out=args.out,
+    )
+    result = tune_model(options, lambda row: None if args.json else _show_choice(row))
+    print(json.dumps(result, indent=1) if args.json else f"{len(result['rows'])} shapes; table: {result['table']}")
+    return 0
+
+
+def _show_choice(row: dict[str, Any]) -> None:
+    shape = f"{row['op']} {'x'.join(map(str, row['key']))} {row['dtype']}"
+    print(
+        f"{shape}: {row['left']}" if "left" in row else f"{shape}: {row['us']} us {row['best']}; rule {row['rule_us']} us",
+        flush=True,
+    )
 
 
 def numbers(field: str, text: str) -> tuple[int, ...]:

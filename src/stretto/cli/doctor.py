@@ -58,7 +58,8 @@ def _torch() -> list[Check]:
     if len(checks) == 1:
         advice = "a torch without CUDA? pip install one of https://download.pytorch.org/whl" if DRIVER.exists() else ""
         checks.append(Check("cuda", False, "no device", advice))
-    return [*checks, _fused_ops("cuda:0" if len(checks) > 1 and checks[1].ok else "cpu")]
+    device = "cuda:0" if len(checks) > 1 and checks[1].ok else "cpu"
+    return [*checks, _fused_ops(device), *_kernel_tables(device)]
 
 
 def _fused_ops(device: str) -> Check:
@@ -76,6 +77,35 @@ def _fused_ops(device: str) -> Check:
     advice = "" if triton_installed() else "pip install triton; without it every fused op runs as plain torch"
     text = f"on {device}, triton {version or 'not installed'}; {'; '.join(said)}"
     return Check("fused ops", bool(fused), text, advice if device != "cpu" else "")
+
+
+def _kernel_tables(device: str) -> list[Check]:
+    """Say which tables choose kernels on a device, from where, and which ops go by their own rule."""
+    import torch
+
+    from stretto.core.errors import ConfigError
+    from stretto.layers.tuning import choices, tunables
+
+    advice = "`stretto bench --tune` measures this device" if device != "cpu" else ""
+    try:
+        known = choices(torch.device(device))
+    except ConfigError as error:
+        return [Check("kernel choice", False, str(error), "correct the table or remove it")]
+    counts = {op: sum(place[0] == op for place in known.known) for op in sorted(tunables())}
+    checks = [
+        Check("kernel table", True, f"{t.path}: {t.device}, commit {', '.join(t.commits)}, torch {t.torch}, triton {t.triton}")
+        for t in known.tables
+    ]
+    said = ", ".join(f"{op}: {f'{n} shapes from the table' if n else 'rule'}" for op, n in counts.items())
+    kind = "reference (no Triton)" if not _runs_triton(device) else said or "no op can be tuned"
+    return [*checks, Check("kernel choice", bool(known.tables), f"on {device}: {kind}", advice)]
+
+
+def _runs_triton(device: str) -> bool:
+    from stretto.layers.dispatch import implementation
+    from stretto.layers.kernels import rms_norm
+
+    return implementation(rms_norm, device) == "triton"
 
 
 def _egl() -> Check:

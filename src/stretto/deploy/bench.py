@@ -18,6 +18,7 @@ from stretto.deploy.checkpoint import find_checkpoint, read_network
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.models import build_preset
 from stretto.deploy.provenance import provenance
+from stretto.layers.tuning import choices
 from stretto.models.pi0 import build
 from stretto.runtime.engine import Engine
 from stretto.runtime.profiler import SETS, Bench, stage_segments, time_requests
@@ -49,7 +50,7 @@ def bench_policy(options: BenchOptions) -> dict[str, Any]:
     dtype = resolve_dtype(options.dtype, device)
     model = _build(options, device, dtype)
     rows = [_row(model, options, batch, device, mode, dtype) for batch in options.batches]
-    return {**provenance(device), "rows": rows}
+    return {**provenance(device), "rows": rows, "kernels": choices(device).report()}
 
 
 def _build(options: BenchOptions, device: torch.device, dtype: str) -> Any:
@@ -67,7 +68,7 @@ def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mo
     longest = model.buckets[0].lengths[-1]
     prompt = longest if options.prompt is None else options.prompt
     lengths = {"prompt": prompt}
-    inputs = _inputs(model, batch, prompt)
+    inputs = sized_inputs(model, batch, prompt)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     bench = Bench(model, device, mode, batch)
@@ -102,7 +103,8 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _inputs(model: Any, batch: int, prompt: int) -> dict[str, Tensor]:
+def sized_inputs(model: Any, batch: int, prompt: int) -> dict[str, Tensor]:
+    """Return `SETS` batches of random inputs, all with prompts of this length."""
     inputs: dict[str, Tensor] = model.example_inputs(SETS * batch)
     inputs["token_count"] = torch.full_like(inputs["token_count"], prompt)
     return inputs

@@ -20,6 +20,7 @@ from stretto.deploy.profile import ProfileOptions, profile_world
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting, plan_of, predicted
 from stretto.deploy.worlds import AnywhereModel, RandomWorld, config_of
+from stretto.layers.tuning import choices
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
@@ -259,7 +260,8 @@ def bench_world(options: WorldBenchOptions) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for frames, window in itertools.product(options.chunk_frames, options.window_frames):
         rows += WorldBench(_sized(options, dtype, frames, window), case).rows(names)
-    return {**provenance(torch.device(devices[0].split(":")[0])), "rows": rows}
+    head = provenance(torch.device(devices[0].split(":")[0]))
+    return {**head, "rows": rows, "kernels": choices(torch.device(devices[0])).report()}
 
 
 def _sized(options: WorldBenchOptions, dtype: str, frames: int, window: int) -> WanConfig:
