@@ -1,20 +1,26 @@
-"""Three robots, one policy, one machine: synchronous robots at a single-flight server, and chunking robots at ours.
+"""Three robots, one policy, one machine: a server that takes one request at a time, and ours.
 
-    python benchmarks/three_robots.py --out benchmarks/results/three_robots
+    OMP_NUM_THREADS=1 python benchmarks/three_robots.py --out benchmarks/results/three_robots
 
-Every robot is a simulator with a control clock of its own that never waits: a control step without a command is a step at
-which the arm stands still. Each task must be done in `--patience` times the steps that it takes when answers cost nothing.
+Every robot is a simulator in a process of its own, under a control clock that never waits: a control step without a command
+is a step at which the arm stands still. A robot has the job done if it needs at most `--takt` times the control steps that
+the same policy needs in the same scene when the world waits for every answer. Scenes come in rounds, in a fixed order;
+a scene that the policy does not solve even then is passed over. In every round all three kinds meet the same scenes:
 
-`naive`: requests one after the other, in order of arrival, each alone; robots execute a chunk, then wait for the next.
-`ours`: batches under deadlines; robots ask while they move, and each chunk continues the one before it.
+`one_at_a_time`: requests in order of arrival, each alone, as openpi's server does; robots execute half a chunk, then wait
+for the next, as with openpi's broker. `one_at_a_time_async`: the same server; robots ask while they move, and jump to the new
+chunk when it comes. `ours`: batches under deadlines, joined between denoise steps; robots ask while they move, and each
+chunk continues the one before it.
 
-Both go through the same server, wire and client. Writes, per server, one trace (`stretto roofline` reads it), and a summary
-and a picture of both: `--out` names the files without their ending.
+All go through the same server code, wire, client and weights, with the same number of denoise steps. Writes, per kind, one
+trace of all rounds (`stretto roofline` reads it), and a summary and a picture: `--out` names the files without their ending.
+The picture shows the round in the middle, by the number of robots that finish with `one_at_a_time`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import tempfile
@@ -26,27 +32,44 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from stretto.deploy.device import resolve_device
-from stretto.deploy.policy import PolicyOptions, load_policy
+from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.deploy.provenance import provenance
-from stretto.evals.env import find_environment
+from stretto.evals.env import check_tasks, find_environment, held_out_seeds
 from stretto.evals.workers import Act, Report, Start, Worker
 from stretto.serve import ServerThread
 from stretto_client import PolicyClient, RealtimeBroker
 from stretto_client.trace import TracedPolicy
 
 EXECUTE = 8
-SEED = 1_000_000
+MOST = 2.0
+"""Robots go on to this many times the steps needed, so that the result can be read for any takt."""
+KINDS = ("one_at_a_time", "one_at_a_time_async", "ours")
+MODES = {"one_at_a_time": "sync", "one_at_a_time_async": "naive", "ours": "rtc"}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One task in one start position."""
+
+    task: str
+    seed: int
+    needed: int
+    """Control steps to success when the world waits for every answer."""
 
 
 @dataclass
 class Run:
-    """What one robot did; one entry of `moving` a control step."""
+    """What one robot did; one entry of `speeds` a control step."""
 
     robot: str
     task: str
     limit: int
+    """Control steps until the world stops."""
+    round: int = 0
+    needed: int = 0
     success: bool = False
     steps: int = 0
     still: int = 0
@@ -54,6 +77,10 @@ class Run:
     longest_stop: int = 0
     speeds: list[float] = field(default_factory=list)
     """Size of each command's motion; 0 where the arm stood still."""
+
+    def within(self, takt: float) -> bool:
+        """Whether the job was done in `takt` times the steps needed."""
+        return self.success and self.steps <= takt * self.needed
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,8 @@ class World:
     control_hz: float
     held: tuple[int, ...]
     width: int
+    camera_every: int = 1
+    """Control steps from one picture to the next."""
 
     def still(self, last: np.ndarray) -> np.ndarray:
         command = np.zeros(self.width, np.float32)
@@ -75,10 +104,9 @@ class World:
 class Robot:
     """One simulator under a control clock that never waits."""
 
-    def __init__(self, name: str, task: str, seed: int, limit: int, world: World) -> None:
-        self.run = Run(name, task, limit)
-        self._world, self._seed = world, seed
-        self._worker = Worker(world.env)
+    def __init__(self, run: Run, seed: int, world: World, worker: Worker) -> None:
+        self.run = run
+        self._world, self._seed, self._worker = world, seed, worker
         self._last = np.zeros(world.width, np.float32)
         self._stopped = 0
 
@@ -91,21 +119,20 @@ class Robot:
         hz = self._world.control_hz
         while not report.done and self.run.steps < self.run.limit:
             time.sleep(max(0.0, start_s + self.run.steps / hz - time.monotonic()))
-            command = broker.infer(report.observation)
+            command = broker.infer(report.observation or None)
             # The world went on while the controller was busy.
             passed = math.floor((time.monotonic() - start_s) * hz + 1e-6) - self.run.steps
             stops = [self._world.still(self._last)] * min(max(0, passed), self.run.limit - self.run.steps - 1)
             starved = bool(command["broker"]["starved"])
             action = np.asarray(command["actions"], np.float32)
-            report = self._worker.ask(Act(np.stack([*stops, action])))
+            every, steps = self._world.camera_every, self.run.steps
+            seen = (steps + len(stops) + 1) // every > steps // every
+            report = self._worker.ask(Act(np.stack([*stops, action]), observe=seen))
             for _ in stops:
                 self._note(0.0, still=True)
             self._note(0.0 if starved else float(np.linalg.norm(np.delete(action, self._world.held))), still=starved)
             self._last = action
         self.run.success = report.success
-
-    def close(self) -> None:
-        self._worker.close()
 
     def _note(self, speed: float, *, still: bool) -> None:
         run = self.run
@@ -116,62 +143,75 @@ class Robot:
         run.longest_stop = max(run.longest_stop, self._stopped)
 
 
-def steps_needed(checkpoint: str, device: str, tasks: Sequence[str], seeds: Sequence[int], world: World) -> list[int]:
-    """Return the steps of each task when the world waits for every answer."""
-    policy = load_policy(checkpoint, PolicyOptions(device=device, max_batch=1, degenerate="hold"))
-    policy.warm()
-    needed = []
-    for task, seed in zip(tasks, seeds, strict=True):
-        worker = Worker(world.env)
+def scenes(policy: Policy, tasks: Sequence[str], rounds: int, robots: int, worker: Worker) -> list[list[Scene]]:
+    """Return the scenes of each round: tasks in turn, seeds in order, and what each needs when the world waits."""
+    found: list[Scene] = []
+    seeds = {task: iter(held_out_seeds(100)) for task in tasks}
+    while len(found) < rounds * robots:
+        task = tasks[len(found) % len(tasks)]
+        seed = next(seeds[task])
         report = worker.ask(Start(task, seed))
+        policy.reset()
         while not report.done:
             report = worker.ask(Act(policy.infer(report.observation)["actions"][:EXECUTE]))
-        worker.close()
-        if not report.success:
-            raise SystemExit(f"{task}, seed {seed}: fails even when the world waits; choose another task or seed")
-        needed.append(report.steps)
-    policy.close()
-    return needed
+        if report.success:
+            found.append(Scene(task, seed, report.steps))
+        else:
+            print(f"passed over: {task}, seed {seed}, fails even when the world waits", flush=True)
+    return [found[i * robots : (i + 1) * robots] for i in range(rounds)]
 
 
 def served(kind: str, options: argparse.Namespace) -> PolicyOptions:
-    common: dict[str, Any] = {"device": options.device, "degenerate": "hold", "control_hz": options.control_hz}
-    if kind == "naive":
-        return PolicyOptions(**common, max_batch=1, plan="whole", dispatch="first_come_first_served", rtc=())
-    return PolicyOptions(**common, max_batch=4, plan="per_visit", dispatch="deadline_limited")
+    common: dict[str, Any] = {
+        "device": options.device,
+        "degenerate": "hold",
+        "control_hz": options.control_hz,
+        "denoise_steps": options.denoise_steps,
+    }
+    if kind == "ours":
+        return PolicyOptions(**common, max_batch=4, plan="per_visit", dispatch="deadline_limited")
+    return PolicyOptions(**common, max_batch=1, plan="whole", dispatch="first_come_first_served", rtc=())
 
 
 def broker_for(kind: str, client: Any, options: argparse.Namespace, world: World) -> RealtimeBroker:
-    common: dict[str, Any] = {"relative_actions": True, "held_dims": list(world.held), "execution_horizon": EXECUTE}
-    if kind == "naive":
-        return RealtimeBroker(client, options.control_hz, mode="sync", **common)
-    return RealtimeBroker(client, options.control_hz, mode="rtc", guidance=options.guidance, max_failures=1000, **common)
+    mode = MODES[kind]
+    guidance = {"guidance": options.guidance} if mode == "rtc" else {}
+    return RealtimeBroker(
+        client,
+        options.control_hz,
+        mode=mode,  # type: ignore[arg-type]
+        relative_actions=True,
+        held_dims=list(world.held),
+        execution_horizon=EXECUTE,
+        max_failures=1000,
+        **guidance,  # type: ignore[arg-type]
+    )
 
 
-def scenario(kind: str, options: argparse.Namespace, limits: Sequence[int], world: World, trace: Path) -> list[Run]:
-    """Run all robots at once at one server; write what they asked to `trace`."""
-    robots = [
-        Robot(f"robot {i + 1}", task, seed, limit, world)
-        for i, (task, seed, limit) in enumerate(zip(options.tasks, options.seeds, limits, strict=True))
-    ]
-    policy = load_policy(options.checkpoint, served(kind, options))
-    with ServerThread(policy) as server, tempfile.TemporaryDirectory() as folder:
+@dataclass(frozen=True)
+class Shop:
+    """The simulators, and the servers that they can ask."""
+
+    options: argparse.Namespace
+    world: World
+    workers: Sequence[Worker]
+    ports: Mapping[str, int]
+    horizon: int
+
+    def play(self, kind: str, number: int, scenes: Sequence[Scene], folder: Path) -> list[Run]:
+        """Run all robots of one round at once; add what they asked to the trace of this kind in `folder`."""
+        robots = [
+            Robot(Run(f"robot {i + 1}", s.task, math.ceil(MOST * s.needed), number, s.needed), s.seed, self.world, worker)
+            for i, (s, worker) in enumerate(zip(scenes, self.workers, strict=True))
+        ]
         reports = [robot.prepare() for robot in robots]
         start_s = time.monotonic() + 0.2
         errors: list[BaseException] = []
 
         def work(i: int) -> None:
-            path = Path(folder) / f"{i}.jsonl"
-            extra = {"robot": robots[i].run.robot, "mode": "sync" if kind == "naive" else "rtc", "horizon": 16}
             # The edge of one robot: what ends it is raised again below.
             try:
-                with (
-                    PolicyClient("127.0.0.1", server.port) as client,
-                    TracedPolicy(client, path, control_hz=options.control_hz, executed_steps=EXECUTE, extra=extra) as traced,
-                ):
-                    broker = broker_for(kind, traced, options, world)
-                    robots[i].live(reports[i], broker, start_s)
-                    broker.close()
+                self._live(kind, number, robots[i], reports[i], start_s, folder)
             except BaseException as e:
                 errors.append(e)
 
@@ -180,41 +220,104 @@ def scenario(kind: str, options: argparse.Namespace, limits: Sequence[int], worl
             thread.start()
         for thread in threads:
             thread.join()
-        for robot in robots:
-            robot.close()
         if errors:
             raise errors[0]
-        lines = [line for path in sorted(Path(folder).glob("*.jsonl")) for line in path.read_text().splitlines()]
-        trace.write_text("\n".join(sorted(lines, key=lambda line: json.loads(line)["t_s"])) + "\n")
-    return [robot.run for robot in robots]
+        return [robot.run for robot in robots]
+
+    def _live(self, kind: str, number: int, robot: Robot, report: Report, start_s: float, folder: Path) -> None:
+        path = folder / f"{kind}-{number}-{robot.run.robot}.jsonl"
+        extra = {"robot": robot.run.robot, "round": number, "mode": MODES[kind], "horizon": self.horizon}
+        hz = self.options.control_hz
+        with (
+            PolicyClient("127.0.0.1", self.ports[kind]) as client,
+            TracedPolicy(client, path, control_hz=hz, executed_steps=EXECUTE, extra=extra) as traced,
+        ):
+            broker = broker_for(kind, traced, self.options, self.world)
+            robot.live(report, broker, start_s)
+            broker.close()
 
 
-def draw(found: Mapping[str, Sequence[Run]], control_hz: float, paths: Sequence[Path]) -> None:
-    """Draw each robot's motion over time: gaps are stops, the end is a tick or a cross."""
+def gather(kind: str, folder: Path, trace: Path) -> None:
+    """Write one trace of all rounds, in order of time."""
+    lines = [line for path in sorted(folder.glob(f"{kind}-*.jsonl")) for line in path.read_text().splitlines()]
+    trace.write_text("\n".join(sorted(lines, key=lambda line: json.loads(line)["t_s"])) + "\n")
+
+
+def summary(runs: Sequence[Run], takt: float) -> dict[str, Any]:
+    """Return what all rounds of one kind come to."""
+    rounds = sorted({run.round for run in runs})
+    done = [sum(run.within(takt) for run in runs if run.round == number) for number in rounds]
+    robots = len(runs) // max(1, len(rounds))
+    return {
+        "rounds": len(rounds),
+        "robots_done_by_round": done,
+        "rounds_with_all_done": sum(n == robots for n in done),
+        "robots_done": sum(done),
+        "robots": len(runs),
+        "robots_done_by_takt": {str(t): sum(run.within(t) for run in runs) for t in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)},
+        "steps_over_needed_median": round(float(np.median([run.steps / run.needed for run in runs])), 3),
+        "still_share": round(sum(run.still for run in runs) / sum(run.steps for run in runs), 4),
+        "longest_stop": max(run.longest_stop for run in runs),
+    }
+
+
+def middle_round(runs: Sequence[Run], takt: float) -> int:
+    """Return the round in the middle, by how many robots were done; the first of equals."""
+    done = summary(runs, takt)["robots_done_by_round"]
+    order = sorted(range(len(done)), key=lambda i: (done[i], i))
+    wanted = done[order[(len(order) - 1) // 2]]
+    return sorted({run.round for run in runs})[done.index(wanted)]
+
+
+def draw(found: Mapping[str, Sequence[Run]], control_hz: float, takt: float, paths: Sequence[Path]) -> None:
+    """Draw each robot's motion in the middle round, where gaps are stops; below, all rounds: who is done by when."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from stretto.control.plots import COLOURS
+
     titles = {
-        "naive": "One request at a time, robots that wait",
-        "ours": "Batches under deadlines, robots that chunk in real time",
+        "one_at_a_time": "one request at a time, robots that wait",
+        "one_at_a_time_async": "one request at a time, robots that jump",
+        "ours": "batches under deadlines, chunks that continue",
     }
-    count = max(len(runs) for runs in found.values())
-    figure = Figure(figsize=(10, 1.3 * count + 1.0), dpi=150, layout="constrained")
+    number = middle_round(next(iter(found.values())), takt)
+    shown = {kind: [run for run in runs if run.round == number] for kind, runs in found.items()}
+    count = max(len(runs) for runs in shown.values())
+    figure = Figure(figsize=(4.6 * len(found), 1.25 * count + 3.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(count, len(found), sharex=True, sharey=True, squeeze=False)
-    for column, (kind, runs) in enumerate(found.items()):
+    above, below = figure.subfigures(2, 1, height_ratios=(1.25 * count + 0.4, 2.8))
+    grid = above.subplots(count, len(found), sharex=True, sharey=True, squeeze=False)
+    for column, (kind, runs) in enumerate(shown.items()):
         for line, run in enumerate(runs):
-            axes = grid[line, column]
-            t_s = np.arange(len(run.speeds)) / control_hz
-            colour = "#009e73" if run.success else "#d55e00"
-            axes.fill_between(t_s, run.speeds, step="post", color=colour, alpha=0.75, lw=0)
-            end = f"done after {run.steps / control_hz:.1f} s" if run.success else "out of time"
-            axes.set_title(f"{run.robot}, {run.task}: {end}, stood still {run.still} of {run.steps} steps", fontsize=8)
-            axes.axvline(run.limit / control_hz, color="0.6", lw=0.8, ls=":")
+            axes, done = grid[line, column], run.within(takt)
+            t_s = np.arange(len(run.speeds) + 1) / control_hz
+            colour = "#009e73" if done else "#d55e00"
+            axes.fill_between(t_s, [*run.speeds, 0.0], step="post", color=colour, alpha=0.75, lw=0)
+            end = f"{run.steps / control_hz:.1f} s" if run.success else "never"
+            still = f"still for {run.still} of {run.steps} steps"
+            axes.set_title(f"{run.task}: {end}{'' if done else ', too late'}; {still}", fontsize=8, color=colour)
+            axes.axvline(takt * run.needed / control_hz, color="0.4", lw=0.9, ls=":")
             axes.spines[["top", "right"]].set_visible(False)
-        grid[0, column].set_title(f"{titles[kind]}\n\n{grid[0, column].get_title()}", fontsize=8)
-        grid[-1, column].set_xlabel("seconds")
+        grid[0, column].set_title(f"{titles.get(kind, kind)}\n\n{grid[0, column].get_title()}", fontsize=8)
+        grid[-1, column].set_xlabel(f"seconds (round {number}; dotted: the time allowed)", fontsize=8)
     grid[count // 2, 0].set_ylabel("commanded motion")
+    axes = below.subplots()
+    for i, (kind, runs) in enumerate(found.items()):
+        ends = sorted(run.steps / run.needed for run in runs if run.success)
+        share = [100 * (k + 1) / len(runs) for k in range(len(ends))]
+        axes.step(
+            [0.7, *ends, MOST],
+            [0, *share, share[-1] if share else 0],
+            where="post",
+            color=COLOURS[i],
+            label=titles.get(kind, kind),
+        )
+    axes.axvline(takt, color="0.4", lw=0.9, ls=":")
+    axes.set(xlim=(0.7, MOST), ylim=(0, 103), ylabel="robots done, %")
+    axes.set_xlabel("control steps used / steps needed when the world waits (all rounds)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     for path in paths:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -224,41 +327,66 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="pi05-metaworld")
     parser.add_argument("--env", default="metaworld")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tasks", nargs="+", default=["drawer-open", "button-press-topdown", "window-close"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[SEED, SEED, SEED])
+    parser.add_argument("--tasks", nargs="+", help="in turn; by default all of the environment")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--robots", type=int, default=3)
     parser.add_argument("--held", type=int, nargs="*", default=[3], help="action dimensions kept while the arm stands still")
-    parser.add_argument("--control-hz", type=float, default=20.0, help="control steps a second of wall clock")
-    parser.add_argument("--patience", type=float, default=1.5)
-    parser.add_argument("--guidance", default="hard", choices=("identity", "vjp", "hard"))
+    parser.add_argument("--control-hz", type=float, default=32.0, help="control steps a second of wall clock")
+    parser.add_argument("--camera-every", type=int, default=2, help="control steps from one picture to the next")
+    parser.add_argument("--denoise-steps", type=int, help="of both servers; by default what the checkpoint says")
+    parser.add_argument("--takt", type=float, default=1.25, help="time allowed, in times of what is needed without latency")
+    parser.add_argument("--guidance", default="identity", choices=("identity", "vjp", "hard"))
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 1.0 <= options.takt <= MOST:
+        parser.error(f"--takt: got {options.takt}, expected from 1 to {MOST}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     adapter = find_environment(options.env)
-    world = World(options.env, options.control_hz, tuple(options.held), adapter.action_dim)
-    needed = steps_needed(options.checkpoint, options.device, options.tasks, options.seeds, world)
-    limits = [math.ceil(options.patience * n) for n in needed]
-    found: dict[str, list[Run]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = options.out or Path(folder) / "three_robots"
+    world = World(options.env, options.control_hz, tuple(options.held), adapter.action_dim, options.camera_every)
+    tasks = check_tasks(adapter, tuple(options.tasks or ()))
+    found: dict[str, list[Run]] = {kind: [] for kind in KINDS}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers = [Worker(world.env) for _ in range(options.robots)]
+        for worker in workers:
+            stack.callback(worker.close)
+        policies = {kind: load_policy(options.checkpoint, served(kind, options)) for kind in ("one_at_a_time", "ours")}
+        ports = {kind: stack.enter_context(ServerThread(policy)).port for kind, policy in policies.items()}
+        ports["one_at_a_time_async"] = ports["one_at_a_time"]
+        rounds = scenes(policies["one_at_a_time"], tasks, options.rounds, options.robots, workers[0])
+        shop = Shop(options, world, workers, ports, policies["ours"].processor.action_horizon)
+        for number, mine in enumerate(rounds, start=1):
+            # Kinds in turn within each round, so that whatever else the machine does falls on all of them.
+            for kind in KINDS:
+                found[kind] += (runs := shop.play(kind, number, mine, folder))
+                told = ", ".join(f"{r.task} {r.steps / r.needed:.2f}{'' if r.success else ' (never)'}" for r in runs)
+                print(f"round {number}, {kind}: {sum(r.within(options.takt) for r in runs)} done; {told}", flush=True)
+            result = conclude(options, found, folder)
+    print(json.dumps(result["summary"], indent=1))
+    return result
+
+
+def conclude(options: argparse.Namespace, found: Mapping[str, Sequence[Run]], folder: Path) -> dict[str, Any]:
+    """Write what is known so far."""
+    said = ("checkpoint", "control_hz", "camera_every", "takt", "guidance", "denoise_steps", "rounds", "robots")
+    result = {
+        **provenance(resolve_device(options.device)),
+        **{name: getattr(options, name) for name in said},
+        "executed_steps": EXECUTE,
+        "threads": torch.get_num_threads(),
+        "summary": {kind: summary(runs, options.takt) for kind, runs in found.items()},
+        "runs": {kind: [asdict(run) for run in runs] for kind, runs in found.items()},
+    }
+    if (out := options.out) is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for kind in ("naive", "ours"):
-            found[kind] = scenario(kind, options, limits, world, out.with_name(f"{out.name}_{kind}_trace.jsonl"))
-            for run in found[kind]:
-                end = "done" if run.success else "out of time"
-                print(f"{kind}: {run.robot}, {run.task}: {end} after {run.steps} of {run.limit} steps, {run.still} still")
-        result = {
-            **provenance(resolve_device(options.device)),
-            **{name: getattr(options, name) for name in ("checkpoint", "control_hz", "patience", "guidance")},
-            "steps_needed": dict(zip(options.tasks, needed, strict=True)),
-            "finished": {kind: sum(run.success for run in runs) for kind, runs in found.items()},
-            "runs": {kind: [asdict(run) for run in runs] for kind, runs in found.items()},
-        }
-        if options.out is not None:
-            out.with_name(out.name + ".json").write_text(json.dumps(result) + "\n")
-            draw(found, options.control_hz, [out.with_name(f"{out.name}.{ending}") for ending in ("png", "svg")])
+        out.with_name(out.name + ".json").write_text(json.dumps(result) + "\n")
+        for kind in found:
+            gather(kind, folder, out.with_name(f"{out.name}_{kind}_trace.jsonl"))
+        draw(found, options.control_hz, options.takt, [out.with_name(f"{out.name}.{end}") for end in ("png", "svg")])
     return result
 
 

@@ -226,6 +226,24 @@ def test_after_standing_still_no_action_is_skipped() -> None:
     assert [int(c["row"]) for c in executed] == list(range(len(executed)))
 
 
+def test_cameras_may_be_slower_than_control() -> None:
+    sim, policy = Sim(lambda: 1.5 * T), Wanderer()
+    broker, step, rows = make(policy, sim, execution_horizon=4), 0, []
+    for tick in range(40):
+        command = broker.infer({"position": np.zeros(D), "step": step} if tick % 3 == 0 else None)
+        rows.append(command["row"])
+        step += not command["broker"]["starved"]
+        sim.advance(T)
+    # A row belongs to the control step of its own picture, however late the picture was used.
+    assert rows == list(range(40))
+    assert broker.stats.starved == 0
+
+
+def test_an_episode_cannot_begin_without_an_observation() -> None:
+    with pytest.raises(StarvedError, match="no action"):
+        make(Wanderer(), Sim(lambda: T)).infer(None)
+
+
 def test_starvation_can_be_an_error() -> None:
     delays = iter([0.0, 1000.0])
     sim = Sim(lambda: next(delays))

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from three_robots import Robot, Run, World, draw
+from three_robots import KINDS, Robot, Run, World, draw, middle_round, summary
 
-WORLD = World("line_world:LineWorld", 50.0, (), 1)
+from stretto.evals.workers import Worker
+
+WORLD = World("line_world:LineWorld", 50.0, (), 1, camera_every=2)
 
 
 class Controller:
@@ -27,12 +29,13 @@ class Controller:
 
 
 def live(late_s: float, limit: int) -> Run:
-    robot = Robot("r", "left", 1, limit, WORLD)
+    worker = Worker(WORLD.env)
+    robot = Robot(Run("r", "left", limit, round=1, needed=10), 1, WORLD, worker)
     try:
         report = robot.prepare()
         robot.live(report, Controller(late_s), time.monotonic())  # type: ignore[arg-type]
     finally:
-        robot.close()
+        worker.close()
     return robot.run
 
 
@@ -50,8 +53,26 @@ def test_a_robot_that_stands_still_for_too_long_fails() -> None:
     assert run.steps == 15
 
 
-def test_the_picture_shows_both_servers(tmp_path: Path) -> None:
+def ended(number: int, steps: int, *, success: bool = True) -> Run:
+    return Run("r", "left", 20, round=number, needed=10, success=success, steps=steps, still=2, speeds=[1.0, 0.0])
+
+
+def test_a_robot_is_done_if_it_succeeds_within_the_time_allowed() -> None:
+    runs = [ended(1, 12), ended(1, 13), ended(2, 12), ended(2, 11, success=False), ended(3, 10), ended(3, 11)]
+    found = summary(runs, 1.25)
+    assert found["robots_done_by_round"] == [1, 1, 2]
+    assert found["rounds_with_all_done"] == 1
+    assert (found["robots_done"], found["robots"]) == (4, 6)
+    assert found["robots_done_by_takt"]["1.3"] == 5
+
+
+def test_the_round_that_is_shown_is_the_one_in_the_middle_not_the_best() -> None:
+    runs = [ended(1, 20), ended(1, 20), ended(2, 20), ended(2, 10), ended(3, 10), ended(3, 10)]
+    assert middle_round(runs, 1.25) == 2
+
+
+def test_the_picture_shows_all_kinds(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run = Run("robot 1", "left", 10, success=True, steps=3, speeds=[1.0, 0.0, 1.0])
-    draw({"naive": [run], "ours": [run]}, 20.0, [tmp_path / "a.png"])
+    found = {kind: [ended(1, 12), ended(2, 20, success=False)] for kind in KINDS}
+    draw(found, 20.0, 1.25, [tmp_path / "a.png"])
     assert (tmp_path / "a.png").stat().st_size > 1000

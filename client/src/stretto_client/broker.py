@@ -134,10 +134,11 @@ class RealtimeBroker:
         self._path_ms: float | None = None
         self._last_s = -math.inf
 
-    def infer(self, obs: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand in the newest observation and get the command of this control tick.
+    def infer(self, obs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Hand in the newest observation, or None where cameras are slower than control; get the command of this tick.
 
-        The command is the policy's reply with every array cut to one step, plus `broker: {tick, step, starved}`.
+        The command is the policy's reply with every array cut to one step, plus `broker: {tick, step, starved}`. An older
+        observation keeps the control step at which it was handed in.
 
         Raises:
             StarvedError: if no action is left and the starvation policy is `raise`.
@@ -148,7 +149,8 @@ class RealtimeBroker:
         with self._lock:
             now_s = self._now()
             self._check_open()
-            self._slot = _Observed(obs, self._step, now_s)
+            if obs is not None:
+                self._slot = _Observed(obs, self._step, now_s)
             self.stats.ticks += 1
             self._start_if_due()
             must_wait = not self._timeline.remaining(self._step) and (self._mode == "sync" or self._timeline.newest is None)

@@ -50,6 +50,8 @@ class Act:
     """Apply these actions [K, A] one after the other, and then observe."""
 
     actions: NDArray[np.floating]
+    observe: bool = True
+    """Else the report's observation is empty: for cameras that are slower than control."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def serve(fd: int, env_name: str) -> None:
             command = pipe.recv()
             # The edge of the process: whatever a simulator raises belongs to this episode alone.
             try:
-                report = host.start(command) if isinstance(command, Start) else host.act(command.actions)
+                report = host.start(command) if isinstance(command, Start) else host.act(command)
             except ConfigError as e:
                 report = Report({}, 0, 0.0, True, False, refused=(e.field, str(e.got), str(e.expected), e.hint))
             except StrettoError as e:
@@ -166,15 +168,15 @@ class _Host:
             return self._play(self._env, start.baseline)
         return Report(observation, 0, 0.0, False, False, [self._env.frame(start.film_size)] if start.film_every else [])
 
-    def act(self, actions: NDArray[np.floating]) -> Report:
+    def act(self, act: Act) -> Report:
         env = self._env
         if env is None:
             raise SimulatorError("an action before the first reset")
         frames: list[NDArray[np.uint8]] = []
         done = success = False
         observation: Observation = {}
-        for i, action in enumerate(actions):
-            observation, reward, done, success = env.step(action, observe=i == len(actions) - 1)
+        for i, action in enumerate(act.actions, start=1):
+            observation, reward, done, success = env.step(action, observe=act.observe and i == len(act.actions))
             self._steps, self._reward = self._steps + 1, self._reward + reward
             if self._start.film_every and (done or self._steps % self._start.film_every == 0):
                 frames.append(env.frame(self._start.film_size))
