@@ -4,9 +4,10 @@
 
 Equality: a small Wan in a process for each device, under every plan and both transports, against one device. Hops: hidden
 states of true size from the first device to the second, one at a time (latency: send to there) and back to back
-(interval), through pages in the memory of the consumer, through host memory, and over torch.distributed; beside them one
-plain copy. On a machine without GPUs the same runs between CPU processes. First of all it tries what two processes can share
-on this machine. Every hop runs in processes of its own, so that a transport that does not work is reported, however it ends.
+(interval), through pages in the memory of the consumer (with shared events, and with ends that wait for their device),
+through host memory, and over torch.distributed; beside them one plain copy. On a machine without GPUs the same runs between
+CPU processes. First of all it tries what two processes can share on this machine. Every hop runs in processes of its own, so
+that a transport that does not work is reported, however it ends.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def consume(mode: str, name: str, nbytes: int, where: Any, answers: Any) -> None
         inbox = DistInbox("producer", pair, layout, device, receive=consumer.receive, lost=lost)
     else:
         place_ = torch.device("cpu") if mode == "host" else device
-        inbox = PeerInbox("producer", where, layout, place_, pages=2, receive=consumer.receive, lost=lost)
+        inbox = PeerInbox(
+            "producer", where, layout, place_, pages=2, receive=consumer.receive, lost=lost, events=mode != "waiting_peer"
+        )
     inbox.join()
 
 
@@ -217,7 +220,7 @@ def hops(source: str, target: str, models: Sequence[str]) -> list[dict[str, Any]
     rows = []
     for model in models:
         nbytes = int(HIDDEN_MB[model] * 1e6) // 512 * 512
-        for mode in ("copy", "peer", "host", "dist"):
+        for mode in ("copy", "peer", "waiting_peer", "host", "dist"):
             rows.append({"hidden_of": model, **tried(mode, source, target, nbytes)})
             print(json.dumps(rows[-1]), flush=True)
     return rows

@@ -3,11 +3,12 @@
 The consumer allocates a ring of pages once, in shared memory or, on a CUDA device, in memory that the producer opens by
 handle. A page belongs to the producer until its message is sent, and again when its credit comes back. The consumer moves
 a page's values out as soon as they are there, so pages are never held by a chunk that waits for its turn, and the ring
-holds what one interval brings. Order on the device is kept by shared events; the host never waits for a device.
+holds what one interval brings. Order on the device is kept by shared events, and the host never waits for a device; where
+events cannot be shared (`parallel.probe`), the threads of the link wait, and no others.
 
 Messages, over a pipe between processes that trust each other:
-    consumer -> producer   (pages, read events) once; then the number of a page, each time it is free again
-    producer -> consumer   (written events) once; then (page, names, header); None is goodbye
+    consumer -> producer   (pages, read events or None) once; then the number of a page, each time it is free again
+    producer -> consumer   (written events, if it got some) once; then (page, names, header); None is goodbye
 """
 
 from __future__ import annotations
@@ -43,15 +44,27 @@ class PeerInbox:
         pages: int,
         receive: Receive,
         lost: Lost,
+        events: bool = True,
     ) -> None:
+        """Make one.
+
+        Args:
+            pages: how many chunks the ring holds.
+            events: whether CUDA events can be shared with the producer; if not, both ends wait for their device.
+
+        Raises:
+            LinkError: if memory of the device cannot be shared.
+        """
         self.peer, self._pipe, self._layout, self._device = peer, pipe, layout, device
         self._receive, self._lost = receive, lost
         self.pages = torch.zeros(pages, layout.page_bytes, dtype=torch.uint8, device=device)
         if device.type != "cuda":
             self.pages.share_memory_()  # type: ignore[no-untyped-call]
-        self._read = [Mark.new(device, shared=True) for _ in range(pages)]
+        self._waits = device.type == "cuda" and not events
+        self._read = [Mark() if self._waits else Mark.new(device, shared=True) for _ in range(pages)]
+        self._written = [Mark()] * pages
         try:
-            pipe.send((self.pages, [mark.handle() for mark in self._read]))
+            pipe.send((self.pages, None if self._waits else [mark.handle() for mark in self._read]))
         except RuntimeError as e:
             raise LinkError(f"memory of {device} cannot be shared with {peer}: {e}") from e
         self._thread = threading.Thread(target=self._run, name=f"inbox from {peer}", daemon=True)
@@ -60,7 +73,8 @@ class PeerInbox:
     def _run(self) -> None:
         try:
             with torch.inference_mode(), side_stream(self._device):
-                self._written = [Mark(event) for event in self._pipe.recv()]
+                if not self._waits:
+                    self._written = [Mark(event) for event in self._pipe.recv()]
                 while (message := self._pipe.recv()) is not None:
                     page, names, header = message
                     values, there = self._take(page, names)
@@ -75,6 +89,8 @@ class PeerInbox:
         self._written[page].wait()
         values = {name: view.clone() for name, view in self._layout.views(self.pages[page], names).items()}
         self._read[page].record()
+        if self._waits:
+            torch.cuda.current_stream().synchronize()
         return values, Mark.now(self._device)
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -97,16 +113,20 @@ class PeerOutbox(Outbox):
         self._pipe, self._layout = pipe, layout
         try:
             self._pages, read = pipe.recv()
-            self._read = [Mark(event) for event in read]
-            # A page in CUDA memory is written by this device, one on the host when this device is done with it.
-            self._staged = device.type == "cuda" and not self._pages.is_cuda
-            self._written = [Mark.new(device, shared=self._pages.is_cuda) for _ in read]
-            pipe.send([mark.handle() if self._pages.is_cuda else None for mark in self._written])
+            shared = read is not None and self._pages.is_cuda
+            self._read = [Mark(event) for event in read or [None] * len(self._pages)]
+            # Without events that the consumer can wait for, and for a page on the host, this end waits.
+            self._waits = device.type == "cuda" and not shared
+            self._written = [Mark.new(device, shared=True) if shared else Mark() for _ in self._read]
+            if read is not None:
+                pipe.send([mark.handle() for mark in self._written])
         except GONE as e:
             raise LinkError(f"{peer} ended before its memory was offered") from e
         except RuntimeError as e:
             raise LinkError(f"memory of {peer} cannot be opened from {device}: {e}") from e
         self._free = deque(range(len(self._pages)))
+        # To wait for an event of another process that nobody has recorded yet ends this one, so a new page is not waited for.
+        self._fresh = set(self._free)
         self._start()
 
     def _goodbye(self) -> None:
@@ -125,11 +145,14 @@ class PeerOutbox(Outbox):
     def _write(self, header: Any, values: Values, ready: Mark) -> None:
         page = self._page()
         ready.wait()
-        self._read[page].wait()
+        if page in self._fresh:
+            self._fresh.remove(page)
+        else:
+            self._read[page].wait()
         self._layout.store(self._pages[page], values)
         hold_for_current_stream(values.values())
         self._written[page].record()
-        if self._staged:
+        if self._waits:
             torch.cuda.current_stream().synchronize()
         self._pipe.send((page, tuple(values), header))
 

@@ -7,6 +7,7 @@ asked, only tried, and where it cannot, the process that tries may not live to s
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing
 import signal
 import tempfile
@@ -22,10 +23,9 @@ import torch.multiprocessing  # teaches pipes to carry tensors and events by han
 
 from stretto.parallel.order import Mark
 
-Way = Literal["memory", "events", "recorded_events"]
-"""`memory`: pages opened by handle, and the host waits; `events`: and events opened by handle in the place of waiting;
-`recorded_events`: events that were recorded once before they are handed over."""
-WAYS: tuple[Way, ...] = ("events", "recorded_events", "memory")
+Way = Literal["events", "memory"]
+"""`events`: memory and events opened by handle; `memory`: memory alone, and the host waits in the place of events."""
+WAYS: tuple[Way, ...] = ("events", "memory")
 _ROUNDS, _PAGE = 6, 1 << 20
 _TROUBLE = (EOFError, OSError, RuntimeError, AssertionError)
 
@@ -46,6 +46,21 @@ class Tried:
 def try_ways(source: str, target: str, ways: Sequence[Way] = WAYS, *, timeout_s: float = 60.0) -> list[Tried]:
     """Try each way from one device to another, in a fresh pair of processes each. Never raises for what fails there."""
     return [_try(way, source, target, timeout_s) for way in ways]
+
+
+@functools.cache
+def shared_by(source: str, target: str) -> Tried:
+    """Return the best way of sharing memory from one device to another, as it was found when it was first asked for.
+
+    Where none works, the last that was tried says why. Devices that are not CUDA share without trying.
+    """
+    if not (source.startswith("cuda") and target.startswith("cuda")):
+        return Tried("events", source, target, True, "", 0.0)
+    for way in WAYS:
+        tried = _try(way, source, target, 60.0)
+        if tried.works:
+            break
+    return tried
 
 
 def _try(way: Way, source: str, target: str, timeout_s: float) -> Tried:
@@ -116,12 +131,7 @@ class _End:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _events(self, count: int) -> list[Mark]:
-        marks = [Mark.new(self.device, shared=True) for _ in range(count)]
-        if self.way == "recorded_events":
-            for mark in marks:
-                mark.record()
-            self._wait()
-        return marks
+        return [Mark.new(self.device, shared=True) if self.way == "events" else Mark() for _ in range(count)]
 
 
 class _Consumer(_End):
@@ -162,7 +172,8 @@ class _Producer(_End):
             self.pipe.send([mark.handle() for mark in written])
             self.report.send("events offered")
         for i in range(_ROUNDS):
-            read[i % 2].wait()
+            if i >= len(pages):  # an event that nobody has recorded yet must not be waited for
+                read[i % 2].wait()
             self.report.send(f"waited for page {i} to be free")
             pages[i % 2].copy_(torch.full((_PAGE,), 7 * i + 1, dtype=torch.uint8, device=self.device), non_blocking=True)
             self.report.send(f"page {i} written")

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -24,11 +24,12 @@ from stretto.core.plan import Plan
 from stretto.parallel.dist import open_store
 from stretto.parallel.order import Mark
 from stretto.parallel.peer import GONE, PeerInbox
+from stretto.parallel.probe import shared_by
 from stretto.runtime.layout import inputs_on
 from stretto.runtime.passage import Passage
 from stretto.runtime.remote import RemoteSeat
 from stretto.runtime.ways import Ways
-from stretto.runtime.worker import ModelFactory, Pipes, Task, Transport, decode_error, home_layout, main
+from stretto.runtime.worker import Carriage, ModelFactory, Pipes, Task, Transport, decode_error, home_layout, main
 
 STOP_S = 20.0
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Workers:
 
     factory: ModelFactory
     transport: Transport = "peer"
-    """How chunks cross: `peer`, memory shared on this host; `dist`, torch.distributed (NCCL or gloo)."""
+    """How chunks cross: `peer`, memory shared on this host; `dist`, torch.distributed (NCCL or gloo). Where processes cannot
+    share the memory of their GPUs, which is tried before they are linked, `peer` becomes `dist` and the log says so."""
     pages: int = 0
     """Pages that a device keeps for each neighbour that sends to it; 0: two for each task of a batch."""
     threads: int = 0
@@ -69,6 +71,23 @@ class _Ends:
         return [self.control, self.home, *self.ins.values(), *self.outs.values()]
 
 
+def carriage_of(transport: Transport, links: Sequence[tuple[str, str]]) -> Carriage:
+    """Return how chunks will cross, after trying what these devices can share."""
+    if transport == "dist":
+        return "dist"
+    tried = [shared_by(source, target) for source, target in links]
+    for failed in (t for t in tried if not t.works):
+        log.warning(
+            "processes cannot share memory of %s with %s, so chunks cross by torch.distributed: %s",
+            failed.target, failed.source, failed.said,
+        )  # fmt: skip
+        return "dist"
+    if any(t.way == "memory" for t in tried):
+        log.warning("processes share the memory of their GPUs here but not events, so the ends of a link wait for the device")
+        return "waiting_peer"
+    return "peer"
+
+
 class Fleet:
     """Starts a worker for each device of a plan, and listens to them."""
 
@@ -89,14 +108,15 @@ class Fleet:
         self._closing = False
         self._last_words: dict[str, tuple[str, str, str]] = {}
         context = multiprocessing.get_context("spawn")
-        self._store = open_store() if workers.transport == "dist" else None
+        self.carriage = carriage_of(workers.transport, ways.links())
+        self._store = open_store() if self.carriage == "dist" else None
         ends, controls, homes = self._pipes(context, plan, ways)
         self.seats: dict[str, RemoteSeat] = {}
         for device in plan.devices:
             name, mine = device.name, ends[device.name]
             task = Task(
                 name, workers.factory, plan, ways, slots, streams,
-                workers.pages or max(2, 2 * plan.batch_cap(name)), workers.transport,
+                workers.pages or max(2, 2 * plan.batch_cap(name)), self.carriage,
                 self._store.port if self._store else 0, workers.threads or torch.get_num_threads(), workers.beat_s,
             )  # fmt: skip
             pipes = Pipes(mine.control, mine.home, mine.ins, mine.outs)

@@ -36,6 +36,8 @@ from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.ways import Ways
 
 Transport = Literal["peer", "dist"]
+Carriage = Literal["peer", "waiting_peer", "dist"]
+"""What a transport comes to on a host: `waiting_peer` is `peer` where events cannot be shared."""
 HOME = "the engine"
 REFUSALS: Mapping[str, type[RefusedError]] = {c.__name__: c for c in (RefusedError, DeadlineError, SupersededError)}
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Task:
     slots: int
     streams: int
     pages: int
-    transport: Transport
+    carriage: Carriage
     store_port: int
     threads: int
     beat_s: float
@@ -158,7 +160,7 @@ class Worker:
     def _connect(self, device: torch.device) -> None:
         """Link up with the neighbours; all ends are offered before any is opened, so that nobody waits in a circle."""
         me, ways = self.task.device, self.task.ways
-        if self.task.transport == "dist":
+        if self.task.carriage == "dist":
             store = open_store(self.task.store_port)
             for a, b in ways.links():
                 if me in (a, b):
@@ -167,7 +169,7 @@ class Worker:
         inboxes = [
             PeerInbox(
                 peer, pipe, link_layout(self.model, ways, peer, me), device,
-                pages=self.task.pages, receive=self._receive, lost=self._lost,
+                pages=self.task.pages, receive=self._receive, lost=self._lost, events=self.task.carriage == "peer",
             )
             for peer, pipe in self._pipes.ins.items()
         ]  # fmt: skip
