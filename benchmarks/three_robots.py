@@ -75,6 +75,11 @@ class Run:
     still: int = 0
     """Control steps without a command of a chunk."""
     longest_stop: int = 0
+    chunks: int = 0
+    late_chunks: int = 0
+    """Thrown away."""
+    failures: int = 0
+    """Requests refused or lost."""
     speeds: list[float] = field(default_factory=list)
     """Size of each command's motion; 0 where the arm stood still."""
 
@@ -235,6 +240,8 @@ class Shop:
             broker = broker_for(kind, traced, self.options, self.world)
             robot.live(report, broker, start_s)
             broker.close()
+        run, stats = robot.run, broker.stats
+        run.chunks, run.late_chunks, run.failures = stats.chunks, stats.late, stats.failures
 
 
 def gather(kind: str, folder: Path, trace: Path) -> None:

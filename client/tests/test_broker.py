@@ -226,6 +226,26 @@ def test_after_standing_still_no_action_is_skipped() -> None:
     assert [int(c["row"]) for c in executed] == list(range(len(executed)))
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_late_chunk_is_taken_over_by_a_robot_that_stands_still_if_its_actions_are_relative(relative: bool) -> None:
+    delays = iter([*[2.0] * 12, 9.0, *[2.0] * 200])
+    sim, policy = Sim(lambda: next(delays) * T), Wanderer()
+    broker = make(policy, sim, execution_horizon=8, relative_actions=relative)
+    commands = drive(broker, sim, 200)
+    rows = [int(c["row"]) for c in commands if not c["broker"]["starved"]]
+    assert rows == list(range(len(rows)))
+    assert broker.stats.late == (0 if relative else 1)
+    assert broker.stats.starved > 0
+
+
+def test_requests_say_that_a_late_answer_is_better_than_none() -> None:
+    sim, policy = Sim(lambda: 1.5 * T), Wanderer()
+    drive(make(policy, sim), sim, 40)
+    told = [options for options in policy.asked if options is not None and options.deadline_ms]
+    assert len(told) > 3
+    assert all(options.late for options in told)
+
+
 def test_cameras_may_be_slower_than_control() -> None:
     sim, policy = Sim(lambda: 1.5 * T), Wanderer()
     broker, step, rows = make(policy, sim, execution_horizon=4), 0, []

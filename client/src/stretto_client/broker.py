@@ -119,6 +119,7 @@ class RealtimeBroker:
         floor_s = (min_delay_steps or 0) / self._control_hz
         self.estimator = estimator or DelayEstimator(floor_s=floor_s)
         self._fallback = Fallback(starvation, relative=relative_actions, held_dims=held_dims)
+        self._relative = relative_actions
         self._max_failures = check_int("max_failures", max_failures, 1, 10_000)
         self._clock = clock
         self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-broker")
@@ -220,7 +221,10 @@ class RealtimeBroker:
         deadline_ms = (left / self._control_hz - (self._last_s - slot.at_s)) * 1e3
         starved, self._starved_told = self.stats.starved - self._starved_told, self.stats.starved
         path_ms, self._path_ms = self._path_ms, None
-        options = Options(deadline_ms=deadline_ms if deadline_ms > 0 else None, starved_steps=starved or None, path_ms=path_ms)
+        # Without an answer the robot stands still once it has run dry: a late one is better than none.
+        options = Options(
+            deadline_ms=deadline_ms if deadline_ms > 0 else None, late=True, starved_steps=starved or None, path_ms=path_ms
+        )
         if self._mode != "rtc":
             return options, None
         frozen = min(self.estimator.steps(self._control_hz), left, self._terms.max_delay)
@@ -273,7 +277,8 @@ class RealtimeBroker:
         passed = self._step - start
         # A chunk that keeps fewer steps than were executed would jump. Asking again costs one more delay, and never a jump:
         # a robot that has run dry by then is answered with a chunk that begins where it stands.
-        allowed = chunk.length - 1 if job.frozen is None else min(job.frozen, chunk.length - 1)
+        last = chunk.length - 1
+        allowed = last if job.frozen is None or self._may_join(passed) else min(job.frozen, last)
         if passed > allowed:
             self._late(passed, allowed)
             return
@@ -282,6 +287,10 @@ class RealtimeBroker:
         if self._mode == "sync" and self._terms.execution_horizon is not None:
             chunk = replace(chunk, length=self._terms.execution_horizon)
         self._timeline.commit(chunk)
+
+    def _may_join(self, passed: int) -> bool:
+        """Whether a chunk may take over at any of its steps: relative actions set out from a stop alike."""
+        return self._relative and passed > 0 and not self._timeline.remaining(self._step)
 
     def _late(self, passed: int, allowed: int) -> None:
         self.stats.late += 1
