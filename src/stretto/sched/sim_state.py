@@ -55,6 +55,8 @@ class Weather:
     """Device -> factor on all its times."""
     fails: Mapping[str, float] = field(default_factory=dict)
     """Device -> when it dies, with every stream that has a placement there."""
+    ahead: int = 0
+    """Batches that a device's host launches behind the one that runs; 0 for a host that computes itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +67,13 @@ class SimDevice:
     free: int
     """Chunk slots that nobody holds."""
     slow: float = 1.0
+    ahead: int = 0
+    queued: int = 0
+    """Batches that were launched and are not done."""
+    free_s: float = 0.0
+    """When the last of them is done."""
     busy: bool = False
+    """Whether it takes no further batch now."""
     dead: bool = False
     busy_s: float = 0.0
     arrived: int = 0
@@ -136,6 +144,8 @@ class Flow:
     key: int = -1
     held: bool = False
     """Whether it holds a slot of the device it is on."""
+    leaves: int = -1
+    """The placement from which it leaves its device once its batch is done."""
 
 
 def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> dict[str, SimDevice]:
@@ -143,7 +153,7 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> di
     devices: dict[str, SimDevice] = {}
     for load in loads.values():
         for d in load.plan.devices:
-            devices.setdefault(d.name, SimDevice(d.name, slots, weather.slow.get(d.name, 1.0)))
+            devices.setdefault(d.name, SimDevice(d.name, slots, weather.slow.get(d.name, 1.0), weather.ahead))
     for model, load in loads.items():
         for placements in load.plan.classes.values():
             for p in placements:

@@ -3,6 +3,9 @@
 It follows the executor step by step: a chunk may run at a placement once its predecessor has passed, holds a slot from
 its first launch on a device until it leaves, runs in batches of one kind that the dispatch policy chooses whenever the
 device is free, and arrives at the next device after the link's time. Two runs of the same input are equal.
+
+A device whose host launches ahead (`Weather.ahead`, as for a GPU) takes its next batch while others are still queued: it
+chooses by what is there at that time, and what a chunk does next on the same device may follow at once.
 """
 
 from __future__ import annotations
@@ -155,7 +158,7 @@ class Simulation:
         return [w for w in ready if w.key not in late]
 
     def _dispatch(self, now: float, device: SimDevice) -> None:
-        while device.ready and not device.dead:
+        while device.ready and not (device.dead or device.busy):
             ready = self._choice(device) if self._limited else device.ready
             if not ready:
                 return
@@ -164,8 +167,7 @@ class Simulation:
                 self._refuse(now, device, refusal.key, refusal.reason)
             if decision.run:
                 self._launch(now, device, decision.run)
-                return
-            if not decision.refuse:
+            elif not decision.refuse:
                 return
 
     def _launch(self, now: float, device: SimDevice, keys: tuple[int, ...]) -> None:
@@ -193,21 +195,24 @@ class Simulation:
                 if not flow.held:
                     flow.held = True
                     device.free -= 1
-        device.busy = True
+        begin = max(now, device.free_s)
+        device.free_s = begin + seconds
+        device.queued += 1
+        device.busy = device.queued > device.ahead
         device.busy_s += seconds
         self.tasks += n
         for flow in batch:
             flow.run.served += seconds / n
         if self._trace is not None:
             streams = tuple((f.run.spec.name, f.chunk) for f in batch)
-            self._trace.append(Launch(device.name, now, now + seconds, kind, first.at, streams))
+            self._trace.append(Launch(device.name, begin, device.free_s, kind, first.at, streams))
+        if device.ahead:
+            self._pass(now, device, batch)
         self._count += 1
-        heapq.heappush(self._heap, (now + seconds, self._count, _DONE, device, batch))
+        heapq.heappush(self._heap, (device.free_s, self._count, _DONE, device, batch))
 
-    def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
-        if device.dead:
-            return
-        leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
+    def _pass(self, now: float, device: SimDevice, batch: Sequence[Flow]) -> None:
+        """Let the chunks of a batch go on as far as this device is concerned."""
         for flow in batch:
             run, at = flow.run, flow.at
             run.passed[at] = flow.chunk
@@ -218,16 +223,30 @@ class Simulation:
                 self._release(device, flow)
                 continue
             flow.at = at + 1
-            if at == run.last:
-                self._release(device, flow)
-                self._finish(now, flow)
-            elif run.device[at + 1] is device:
+            if at < run.last and run.device[at + 1] is device:
                 self._enqueue(now, device, flow)
             else:
                 self._release(device, flow)
+                flow.leaves = at
+
+    def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
+        if device.dead:
+            return
+        if not device.ahead:
+            self._pass(now, device, batch)
+        leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
+        for flow in batch:
+            run, at = flow.run, flow.leaves
+            if at < 0 or run.gone:
+                continue
+            flow.leaves = -1
+            if at == run.last:
+                self._finish(now, flow)
+            else:
                 there, delay = run.device[at + 1], run.delay[at]
                 leaving.setdefault((there.name, delay), (there, []))[1].append(flow)
-        device.busy = False
+        device.queued -= 1
+        device.busy = device.queued > device.ahead
         for (_, delay), (there, flows) in leaving.items():
             if delay:
                 self._push(now + delay, _ARRIVE, there, flows)
