@@ -79,7 +79,9 @@ class DistInbox:
                     names, header = json.loads(text.numpy().tobytes())
                     page = torch.empty(self._layout.page_bytes, dtype=torch.uint8, device=self._device)
                     self._pair.receive(self._pair.pages, page)
-                    self._receive(header, self._layout.views(page, names), Mark.now(self._device))
+                    there = Mark.now(self._device)
+                    there.reach()
+                    self._receive(header, self._layout.views(page, names), there)
         except RuntimeError as e:
             self._lost(self.peer, f"its link failed: {e}")
 

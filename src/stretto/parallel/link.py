@@ -20,7 +20,7 @@ Header = Mapping[str, Any]
 Values = Mapping[str, Tensor]
 
 Receive = Callable[[Any, Values, Mark], None]
-"""Takes a chunk off a link: header, values (owned by the receiver), and the point at which the values are there.
+"""Takes a chunk off a link once it is there: header, values (owned by the receiver), and the point from which they were.
 
 Called on the link's thread, in order. On a CUDA device, whoever reads the values first calls `Mark.wait` on its stream.
 """

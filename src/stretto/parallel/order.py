@@ -46,6 +46,11 @@ class Mark:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
+    def reach(self) -> None:
+        """Let the host wait for the mark."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def handle(self) -> torch.cuda.Event | None:
         """Return what `multiprocessing` can send in the place of a shared mark."""
         return self._event

@@ -3,8 +3,9 @@
 The consumer allocates a ring of pages once, in shared memory or, on a CUDA device, in memory that the producer opens by
 handle. A page belongs to the producer until its message is sent, and again when its credit comes back. The consumer moves
 a page's values out as soon as they are there, so pages are never held by a chunk that waits for its turn, and the ring
-holds what one interval brings. Order on the device is kept by shared events, and the host never waits for a device; where
-events cannot be shared (`parallel.probe`), the threads of the link wait, and no others.
+holds what one interval brings. Order on the devices is kept by shared events; where events cannot be shared
+(`parallel.probe`), both ends wait for their device. A chunk is handed over when its values are there, so that a device never
+commits itself to one that is still on its way while others are ready.
 
 Messages, over a pipe between processes that trust each other:
     consumer -> producer   (pages, read events or None) once; then the number of a page, each time it is free again
@@ -78,7 +79,10 @@ class PeerInbox:
                 while (message := self._pipe.recv()) is not None:
                     page, names, header = message
                     values, there = self._take(page, names)
+                    if self._waits:
+                        there.reach()
                     self._pipe.send(page)
+                    there.reach()
                     self._receive(header, values, there)
         except GONE as e:
             self._lost(self.peer, f"its end of the link closed ({type(e).__name__})")
@@ -89,8 +93,6 @@ class PeerInbox:
         self._written[page].wait()
         values = {name: view.clone() for name, view in self._layout.views(self.pages[page], names).items()}
         self._read[page].record()
-        if self._waits:
-            torch.cuda.current_stream().synchronize()
         return values, Mark.now(self._device)
 
     def join(self, timeout_s: float | None = None) -> None:

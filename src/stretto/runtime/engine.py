@@ -71,6 +71,7 @@ class Engine:
         slots = slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices)
         self._fleet: Fleet | None = None
         self._finisher = Finisher(self._passed)
+        self._links: dict[str, LocalLink] = {}
         self.executors: Mapping[str, Seat]
         if workers is not None:
             self._fleet = Fleet(
@@ -84,15 +85,14 @@ class Engine:
 
     def _executors(self, slots: int, streams: int) -> dict[str, Executor]:
         executors: dict[str, Executor] = {}
-        links: dict[str, LocalLink] = {}
         outputs = {name: route.outputs for name, route in self.ways.routes.items()}
-        courier = Courier(outputs, links, self._finisher)
+        courier = Courier(outputs, self._links, self._finisher)
         for device in self.plan.devices:
             executors[device.name] = executor = Executor(
                 self.model, self.plan, device.name, slots=slots, streams=streams, ways=self.ways,
                 depart=courier.depart, fail=self._fail, died=self._died,
             )  # fmt: skip
-            links[device.name] = LocalLink(device.name, Arrivals(executor.offer_all).receive)
+            self._links[device.name] = LocalLink(device.name, Arrivals(executor.offer_all).receive)
         return executors
 
     def warm(self) -> None:
@@ -188,6 +188,8 @@ class Engine:
         self._closed = True
         for executor in self.executors.values():
             executor.close()
+        for link in self._links.values():
+            link.close()
         if self._fleet is not None:
             self._fleet.close()
         self._finisher.close()
