@@ -23,6 +23,7 @@ from stretto.core.weights import WeightMap
 from stretto.models import pi0_weights
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
 from stretto.models.pi0_denoise import chunking_inputs, denoise_stage, example_chunking
+from stretto.models.pi0_fp8 import Fp8Net
 from stretto.models.pi0_net import Pi0Net
 
 Pixels = Literal["uint8", "float32"]
@@ -38,7 +39,7 @@ class VisionStage:
 
     spec = StageSpec("vision", reads=("images", "image_mask"), writes=("image_tokens",))
 
-    def __init__(self, net: Pi0Net) -> None:
+    def __init__(self, net: Pi0Net | Fp8Net) -> None:
         self.net = net
 
     @torch.no_grad()
@@ -55,7 +56,7 @@ class PrefixStage:
         writes=("prefix_k", "prefix_v", "prefix_mask", "prefix_length", "suffix_start"),
     )
 
-    def __init__(self, net: Pi0Net) -> None:
+    def __init__(self, net: Pi0Net | Fp8Net) -> None:
         self.net = net
 
     @torch.no_grad()
@@ -82,7 +83,14 @@ class Pi0Model:
         self.name: str = config.family
         self.rtc_modes = tuple(rtc)
         self._chunking = chunking_inputs(config, rtc)
-        stages: list[Stage] = [VisionStage(net), PrefixStage(net), denoise_stage(net, rtc)]
+        self._stages: dict[str, Stage] = {}
+        self._view: Fp8Net | None = None
+        self.run_on(net)
+
+    def run_on(self, net: Pi0Net | Fp8Net) -> None:
+        """Let the stages run on another view of the same weights. Before an engine is made of the model."""
+        self._view = net if isinstance(net, Fp8Net) else None
+        stages: list[Stage] = [VisionStage(net), PrefixStage(net), denoise_stage(net, self.rtc_modes)]
         self._stages = {s.spec.name: s for s in stages}
 
     @property
@@ -144,8 +152,10 @@ class Pi0Model:
         return pi0_weights.weight_map(self.module)
 
     def refresh(self) -> None:
-        """Recompute the time table in place. Call after every change of a weight."""
+        """Recompute the time table, and FP8 weights where there are any, in place. Call after every change of a weight."""
         self.module.refresh()
+        if self._view is not None:
+            self._view.refresh()
 
     def randomize(self, seed: int) -> None:
         """Fill the weights with seeded random values at a scale that keeps activations sane."""

@@ -24,6 +24,7 @@ from stretto.core.errors import ConfigError
 from stretto.core.model import Rows
 from stretto.core.route import StageSpec, TensorSpec
 from stretto.models.pi0_config import Pi0Config
+from stretto.models.pi0_fp8 import Fp8Net
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixKV, euler_schedule
 
 RTC_MODES = ("identity", "vjp", "hard")
@@ -32,7 +33,7 @@ RTC_MODES = ("identity", "vjp", "hard")
 class DenoiseStage:
     """One Euler step of the action flow, for rows that may each be at another step."""
 
-    def __init__(self, net: Pi0Net, more_reads: tuple[str, ...] = ()) -> None:
+    def __init__(self, net: Pi0Net | Fp8Net, more_reads: tuple[str, ...] = ()) -> None:
         self.net = net
         self.dt = euler_schedule(net.config.denoise_steps)[0][1]
         self.has_state = net.config.family == "pi0"
@@ -59,7 +60,7 @@ class DenoiseStage:
 class ChunkingDenoiseStage(DenoiseStage):
     """One Euler step towards a chunk that continues the previous one, each row in its own mode."""
 
-    def __init__(self, net: Pi0Net, modes: Sequence[str]) -> None:
+    def __init__(self, net: Pi0Net | Fp8Net, modes: Sequence[str]) -> None:
         self.modes = frozenset(modes)
         super().__init__(net, tuple(chunking_inputs(net.config, modes)))
         # Per denoise step: flow time, and the strength of a correction before its cap (without bound at t=1).
@@ -120,7 +121,7 @@ class ChunkingDenoiseStage(DenoiseStage):
         return torch.where(touched, velocity_BHA - strength_B11 * correction_BHA, velocity_BHA)
 
 
-def denoise_stage(net: Pi0Net, modes: Sequence[str]) -> DenoiseStage:
+def denoise_stage(net: Pi0Net | Fp8Net, modes: Sequence[str]) -> DenoiseStage:
     """Return the stage for the modes that a policy offers; none is plain sampling and costs nothing.
 
     Raises:

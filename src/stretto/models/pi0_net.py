@@ -11,6 +11,7 @@ Source: pi0 (arXiv 2410.24164), pi0.5 (arXiv 2504.16054); checked against LeRobo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,6 +155,9 @@ class AdaNorms:
         return gated_add_ada_rms_norm(residual, y, self.lines(index - 1), self.lines(index), self.eps)
 
 
+RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
+
+
 class Expert(nn.Module):
     """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
 
@@ -260,22 +264,31 @@ class Pi0Net(nn.Module):
         mask_BP = torch.cat((images_BI, text_BL), dim=1)
         return mask_BP, token_count_B.int() + images_BI.shape[1], mask_BP.sum(-1, dtype=torch.int32)
 
-    def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:
+    def velocity(
+        self,
+        x_BHA: Tensor,
+        condition: Condition,
+        prefix: PrefixKV,
+        state_BW: Tensor | None = None,
+        expert: RunExpert | None = None,
+    ) -> Tensor:
         """Return the flow's velocity (noise minus actions) in fp32, [B, H, A].
 
         Args:
             condition: from the table by denoise step (`tabled`), or `self.time(t)` for t [B] or one t a token [B, H].
             state_BW: the robot's state, for pi0.
+            expert: runs in place of `self.expert`.
         """
+        expert = expert or self.expert
         x = self.action_in(x_BHA.float())
         if self.config.family == "pi05":
-            return self._actions(self.expert(x, AdaNorms(condition, self.config.norm_eps), prefix))
+            return self._actions(expert(x, AdaNorms(condition, self.config.norm_eps), prefix))
         share = condition.table if condition.rows is None else condition.table[condition.rows]
         share = share[:, None] if share.dim() == 2 else share
         x = self.time_mlp_out(silu(linear(x, self.time.mlp_in.weight[:, : x.shape[-1]]) + share))
         assert state_BW is not None, "pi0 reads the state in every denoise step"
         x = torch.cat((self.state_in(state_BW.float())[:, None], x), dim=1)
-        return self._actions(self.expert(x, PlainNorms(self.norms, self.config.norm_eps), prefix))
+        return self._actions(expert(x, PlainNorms(self.norms, self.config.norm_eps), prefix))
 
     def tabled(self, steps_B: Tensor) -> Condition:
         """Return the condition of each row's denoise step. A [B, H] index gives one a token; `denoise_steps` means t=0."""

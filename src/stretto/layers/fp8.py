@@ -1,0 +1,186 @@
+"""Linear layers whose product runs in FP8 (e4m3), over weights that stay as they are.
+
+An `Fp8Linear` holds a coded copy of a weight and the scale of its input, both tensors that `refresh` fills in place, so that
+captured graphs go on when weights change. Its input is written in e4m3 by what comes before it: a norm, a GELU, or a plain
+copy. An `ObservedLinear` takes its place for calibration: the same layers in the network's own precision, noting how large
+inputs become. Where a device has no FP8 product, the same numbers are multiplied in fp32.
+
+Why static scales of whole tensors: e4m3 is a floating-point format, so its error is relative to each value, over a range of
+2^15 between the largest and the smallest normal number. A finer scale would move values within that range and gain nothing.
+
+Shape legend: ... any leading axes, M rows of the product, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stretto.core.errors import ConfigError
+from stretto.layers.kernels.activation import geglu, gelu_tanh
+from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, geglu_fp8, gelu_tanh_fp8, to_fp8, to_fp8_reference
+from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
+from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
+
+HEADROOM = 2.0
+"""How much larger than in calibration an input may become before it is cut. One binary order of magnitude of e4m3's fifteen."""
+ALIGNMENT = 16
+
+
+class Reader(Protocol):
+    """A linear layer that says how it wants its input written: first one of the named ways, then the product."""
+
+    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (input, residual + y); the input is the RMSNorm, with factor 1 + w, of the sum."""
+        ...
+
+    def layer_normed(
+        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def ada_normed(
+        self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def geglu(self, gate_up: Tensor) -> Tensor: ...
+    def gelu(self, x: Tensor) -> Tensor: ...
+    def plain(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [..., N] in the weight's dtype."""
+        ...
+
+    def refresh(self) -> None:
+        """Follow a change of the weight, in place."""
+        ...
+
+
+class Fp8Linear:
+    """The FP8 product of a live weight.
+
+    Args:
+        weight_NK: the weight as the network holds it; read at `refresh`, never changed.
+        input_max: largest absolute value of an input in calibration.
+
+    Raises:
+        ConfigError: naming `name` if the calibration is not a positive number, or the shape does not suit the product.
+    """
+
+    def __init__(
+        self, name: str, weight_NK: Tensor, bias_N: Tensor | None, input_max: float, headroom: float = HEADROOM
+    ) -> None:
+        if not 0.0 < input_max < float("inf"):
+            raise ConfigError(f"fp8 scale of {name}", got=input_max, expected="a finite number above 0")
+        self.name, self.weight_NK, self.bias_N = name, weight_NK, bias_N
+        device = weight_NK.device
+        self.native = fp8_chip(device)
+        if self.native:
+            _check_shape(name, weight_NK)
+        self.codes_NK = torch.empty(weight_NK.shape, dtype=E4M3, device=device)
+        self.weight_scale = torch.ones((), device=device)
+        self.input_scale = torch.full((), input_max * headroom / E4M3_MAX, device=device)
+        self.multiplier = torch.full((1,), E4M3_MAX / (input_max * headroom), device=device)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        weight = self.weight_NK.detach()
+        scale = (weight.abs().amax().float() / E4M3_MAX).clamp_min(1e-12)
+        self.weight_scale.copy_(scale)
+        self.codes_NK.copy_(to_fp8_reference(weight, 1.0 / scale))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_NK.nbytes
+
+    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rms_norm_fp8(residual, y, weight_D, self.multiplier, eps)
+
+    def layer_normed(
+        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return layer_norm_fp8(residual, y, weight_D, bias_D, self.multiplier, eps)
+
+    def ada_normed(
+        self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return ada_rms_norm_fp8(residual, y, gated_by, normed_by, self.multiplier, eps)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        return geglu_fp8(gate_up, self.multiplier)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return gelu_tanh_fp8(x, self.multiplier)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return to_fp8(x, self.multiplier)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.native:
+            product = linear(x.float(), self.codes_NK.float()) * (self.input_scale * self.weight_scale)
+            product = product if self.bias_N is None else product + self.bias_N.float()
+            return product.to(self.weight_NK.dtype)
+        product_MN = torch._scaled_mm(
+            x.reshape(-1, x.shape[-1]),
+            self.codes_NK.t(),
+            self.input_scale,
+            self.weight_scale,
+            bias=self.bias_N,
+            out_dtype=self.weight_NK.dtype,
+            use_fast_accum=True,
+        )
+        return product_MN.view(*x.shape[:-1], -1)
+
+
+class ObservedLinear:
+    """A linear layer in the network's own precision that notes the largest absolute value of its inputs."""
+
+    def __init__(self, name: str, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self.name, self.weight_NK, self.bias_N = name, weight_NK, bias_N
+        self.dtype = weight_NK.dtype
+        self.largest = torch.zeros((), device=weight_NK.device)
+
+    def refresh(self) -> None:
+        """Forget what was seen: it was of other weights."""
+        self.largest.zero_()
+
+    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if y is None:
+            return rms_norm(residual, weight_D, eps).to(self.dtype), residual
+        return add_rms_norm(y, residual, weight_D, eps)
+
+    def layer_normed(
+        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if y is None:
+            return layer_norm(residual, weight_D, bias_D, eps, dtype=self.dtype), residual
+        return add_layer_norm(y, residual, weight_D, bias_D, eps)
+
+    def ada_normed(
+        self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if y is None or gated_by is None:
+            return ada_rms_norm(residual, normed_by, eps).to(self.dtype), residual
+        return gated_add_ada_rms_norm(residual, y, gated_by, normed_by, eps)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        return geglu(gate_up)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return gelu_tanh(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)
+        return linear(x, self.weight_NK, self.bias_N)
+
+
+def _check_shape(name: str, weight_NK: Tensor) -> None:
+    if weight_NK.dtype is not torch.bfloat16:
+        raise ConfigError("dtype", got=str(weight_NK.dtype).removeprefix("torch."), expected="bfloat16 for precision fp8")
+    if any(n % ALIGNMENT for n in weight_NK.shape):
+        expected = f"both multiples of {ALIGNMENT}, as the FP8 product needs"
+        raise ConfigError(f"shape of {name}", got=list(weight_NK.shape), expected=expected)

@@ -1,0 +1,211 @@
+"""pi0 and pi0.5 with the products of vision, prefix and expert in FP8: another way over the weights of a `Pi0Net`.
+
+What stays as it is: residual streams, norms, attention, the patch embedding, the projection of image tokens, everything
+round the actions and the flow time. Where gradients are asked for (`vjp` chunking), and for batches too small to gain from
+FP8, the expert runs as it is.
+
+Shape legend: as in pi0_net.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from stretto.core.errors import ConfigError
+from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
+from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.layer_norm import add_layer_norm
+from stretto.layers.kernels.patchify import patchify
+from stretto.layers.kernels.rope import rope
+from stretto.layers.linear import FusedLinear
+from stretto.models.pi0_config import GemmaDims
+from stretto.models.pi0_net import AdaNorms, Condition, ExpertNorms, GemmaBlock, KeepKV, Pi0Net, PlainNorms, PrefixKV
+from stretto.models.pi0_vision import VisionBlock
+
+Make = Callable[[str, Tensor, Tensor | None], Reader]
+EXPERT_ROWS = 512
+"""From this many suffix tokens in a batch on, the expert runs in FP8: below, reading the weights takes longer than to multiply,
+and the fused bf16 kernels do it in fewer launches."""
+
+
+class Readers(NamedTuple):
+    """The linear layers of one block."""
+
+    qkv: Reader
+    out: Reader
+    up: Reader
+    """Gate and up, in a Gemma block."""
+    down: Reader
+
+
+class Fp8Net:
+    """Runs the stages of a policy with the layers that `make` puts in place of its products.
+
+    Weights belong to `net`; call `refresh` after they have changed.
+    """
+
+    def __init__(self, net: Pi0Net, make: Make, *, expert_rows: int = EXPERT_ROWS) -> None:
+        self.net, self.config, self.dtype = net, net.config, net.dtype
+        self.expert_rows = expert_rows
+        self.readers = {name: make(name, weight_NK, bias_N) for name, weight_NK, bias_N in _linears(net)}
+        self._vision = [self._block(f"vision.{i}") for i in range(len(net.vision.blocks))]
+        # Of the prefix's last layer only keys and values are wanted.
+        self._prefix = [self._block(f"prefix.{i}") for i in range(len(net.prefix.blocks) - 1)]
+        self._last_kv = self.readers[f"prefix.{len(self._prefix)}.qkv"]
+        self._expert = [self._block(f"expert.{i}") for i in range(len(net.expert.blocks))]
+        self.refresh()
+
+    def _block(self, at: str) -> Readers:
+        return Readers(*(self.readers[f"{at}.{field}"] for field in Readers._fields))
+
+    @property
+    def table(self) -> Tensor:
+        return self.net.table
+
+    def refresh(self) -> None:
+        for reader in self.readers.values():
+            reader.refresh()
+
+    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.net.prefix_layout(image_mask_BC, token_count_B, prompt)
+
+    def tabled(self, steps_B: Tensor) -> Condition:
+        return self.net.tabled(steps_B)
+
+    def vision(self, images_BCRR3: Tensor) -> Tensor:
+        """Return image tokens [B, I, D], as `VisionTower`."""
+        tower, eps = self.net.vision, self.net.vision.eps
+        blocks = [b for b in tower.blocks if isinstance(b, VisionBlock)]
+        readers = self._vision
+        x = tower.embed(patchify(images_BCRR3.flatten(0, 1), tower.patch, dtype=self.dtype))
+        residual = x.float() + tower.position
+        first = blocks[0].norm1
+        x, residual = readers[0].qkv.layer_normed(residual, None, first.weight, first.bias, eps)
+        for i, (block, its) in enumerate(zip(blocks, readers, strict=True)):
+            qkv = its.qkv(x)
+            q, k, v = qkv.view(*qkv.shape[:-1], 3, block.heads, -1).unbind(2)
+            y = its.out(its.out.plain(attention(q, k, v).flatten(2)))
+            x, residual = its.up.layer_normed(residual, y, block.norm2.weight, block.norm2.bias, eps)
+            y = its.down(its.down.gelu(its.up(x)))
+            if i + 1 < len(blocks):
+                after = blocks[i + 1].norm1
+                x, residual = readers[i + 1].qkv.layer_normed(residual, y, after.weight, after.bias, eps)
+        x, _ = add_layer_norm(y, residual, tower.norm.weight, tower.norm.bias, eps)
+        tokens: Tensor = tower.project(x)
+        return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
+
+    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
+        """Hand keys and values of every layer to `keep`, as `Prefix`."""
+        prefix, eps, dims = self.net.prefix, self.net.prefix.eps, self.config.language
+        text = embedding(tokens_BL, prefix.embed) * math.sqrt(prefix.embed.shape[1])
+        residual = torch.cat((image_tokens_BID, text), dim=1).float()
+        positions_BP = mask_BP.cumsum(-1) - 1
+        takers = [*(its.qkv for its in self._prefix), self._last_kv]
+        x, residual = takers[0].rms_normed(residual, None, prefix.attention_norms[0], eps)
+        for i, its in enumerate(self._prefix):
+            q, k, v = self._rotated(its.qkv(x), positions_BP, dims, dims.heads)
+            keep(i, k, v)
+            y = its.out(its.out.plain(attention(q, k, v, key_mask_BN=mask_BP).flatten(2)))
+            x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
+            y = its.down(its.down.geglu(its.up(x)))
+            x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)
+        _, k, v = self._rotated(self._last_kv(x), positions_BP, dims, 0)
+        keep(len(self._prefix), k, v)
+
+    def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:
+        """Return the flow's velocity, as `Pi0Net.velocity`."""
+        suffix_rows = x_BHA.shape[0] * self.config.suffix_tokens
+        if torch.is_grad_enabled() or suffix_rows < self.expert_rows:
+            return self.net.velocity(x_BHA, condition, prefix, state_BW)
+        return self.net.velocity(x_BHA, condition, prefix, state_BW, self.expert)
+
+    def expert(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
+        """Return the normed last hidden states in fp32, as `Expert`."""
+        dims, readers = self.config.expert, self._expert
+        positions_BS = prefix.suffix_start_B[:, None] + torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
+        lead = self.config.suffix_tokens - self.config.action_horizon
+        x, residual = _normed(readers[0].qkv, norms, 0, residual_BSD, None)
+        for i, its in enumerate(readers):
+            q, k, v = self._rotated(its.qkv(x), positions_BS, dims, dims.heads)
+            attended = prefix_attention(
+                q,
+                prefix.k_SNPKd[:, i],
+                prefix.v_SNPKd[:, i],
+                prefix.slots_B,
+                key_mask_BP=prefix.mask_BP,
+                length_B=prefix.length_B,
+                k_suffix_BTKd=k,
+                v_suffix_BTKd=v,
+                suffix_lead=lead,
+            )
+            y = its.out(its.out.plain(attended.flatten(2)))
+            x, residual = _normed(its.up, norms, 2 * i + 1, residual, y)
+            y = its.down(its.down.geglu(its.up(x)))
+            if i + 1 < len(readers):
+                x, residual = _normed(readers[i + 1].qkv, norms, 2 * i + 2, residual, y)
+        return norms.add(2 * len(readers), residual, y.float())[0]
+
+    def _rotated(self, qkv: Tensor, positions_BT: Tensor, dims: GemmaDims, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        theta = self.config.rope_theta
+        return rope(qkv, positions_BT, heads=heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta)
+
+
+def observed(net: Pi0Net) -> tuple[Fp8Net, Mapping[str, ObservedLinear]]:
+    """Return a network that runs as it is and notes the largest input of every layer that FP8 would take."""
+    noted: dict[str, ObservedLinear] = {}
+
+    def make(name: str, weight_NK: Tensor, bias_N: Tensor | None) -> Reader:
+        noted[name] = layer = ObservedLinear(name, weight_NK, bias_N)
+        return layer
+
+    return Fp8Net(net, make, expert_rows=0), noted
+
+
+def quantised(
+    net: Pi0Net, input_max: Mapping[str, float], *, headroom: float = HEADROOM, expert_rows: int = EXPERT_ROWS
+) -> Fp8Net:
+    """Return a network whose products run in FP8, with input scales from a calibration.
+
+    Raises:
+        ConfigError: if a layer's largest input is missing, not of this network, or not a positive number.
+    """
+    wanted = {name for name, _, _ in _linears(net)}
+    for name in sorted(wanted ^ set(input_max)):
+        known = name in wanted
+        expected = "the largest input of every layer" if known else "only layers of this network"
+        raise ConfigError(f"fp8 scale of {name}", got="none" if known else input_max[name], expected=expected)
+
+    def make(name: str, weight_NK: Tensor, bias_N: Tensor | None) -> Reader:
+        return Fp8Linear(name, weight_NK, bias_N, input_max[name], headroom)
+
+    return Fp8Net(net, make, expert_rows=expert_rows)
+
+
+def _linears(net: Pi0Net) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Yield name, weight and bias of every product that FP8 takes."""
+    for part, blocks in (("vision", net.vision.blocks), ("prefix", net.prefix.blocks), ("expert", net.expert.blocks)):
+        for i, block in enumerate(blocks):
+            layers: dict[str, FusedLinear | nn.Linear] = {}
+            if isinstance(block, VisionBlock):
+                layers = {"qkv": block.qkv, "out": block.out, "up": block.up, "down": block.down}
+            elif isinstance(block, GemmaBlock):
+                layers = {"qkv": block.qkv}
+                layers |= {"out": block.out, "up": block.gate_up, "down": block.down} if block.heads else {}
+            for field, layer in layers.items():
+                yield f"{part}.{i}.{field}", layer.weight, layer.bias
+
+
+def _normed(reader: Reader, norms: ExpertNorms, index: int, residual: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Write norm `index` of the expert for a reader, with y added before it."""
+    if isinstance(norms, PlainNorms):
+        return reader.rms_normed(residual, y, norms.weights[index], norms.eps)
+    if not isinstance(norms, AdaNorms):
+        raise ConfigError("expert norms", got=type(norms).__name__, expected="plain or adaptive")
+    gated_by = None if y is None else norms.lines(index - 1)
+    return reader.ada_normed(residual, y, gated_by, norms.lines(index), norms.eps)
