@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from wan_world import Member, Streams
 
+from stretto.layers.kernels.chunk_attention import Places, chunk_attention
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import tiny_config
-from stretto.models.wan_ring import Ring, attend_slots
+from stretto.models.wan_ring import Ring
 
 TOKENS, HEADS, SIZE = 3, 2, 4
 
@@ -39,7 +40,9 @@ def test_a_ring_sees_what_a_rolling_list_sees_over_three_windows(chunk_frames: i
         listed += zip(k[0].split(TOKENS), v[0].split(TOKENS), strict=True)
         if len(listed) > window:
             listed = listed[:sinks] + listed[len(listed) - (window - sinks) :]
-        got = attend_slots(q, arenas[0], arenas[1], [2], [ring.valid(chunk)])
+        tokens = ring.valid(chunk) * TOKENS
+        places = Places((2,), (tokens,), torch.tensor([2]), torch.tensor([tokens]))
+        got = chunk_attention(q, arenas[0].flatten(1, 2), arenas[1].flatten(1, 2), places)
         want = attend(q[0], torch.cat([k for k, _ in listed]), torch.cat([v for _, v in listed]))
         torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
     assert not arenas[0][:2].any()
@@ -49,10 +52,12 @@ def test_rows_in_neighbouring_slots_share_a_call_and_get_what_they_get_alone() -
     generator = torch.Generator().manual_seed(1)
     k, v = (torch.randn(6, 4, TOKENS, HEADS, SIZE, generator=generator) for _ in range(2))
     q = torch.randn(6, 5, HEADS, SIZE, generator=generator)
-    slots, valid = [2, 3, 4, 1, 2], [4, 4, 3, 3, 3]
-    got = attend_slots(q, k, v, slots, valid)
-    for i, (slot, n) in enumerate(zip(slots, valid, strict=True)):
-        torch.testing.assert_close(got[i], attend(q[i], k[slot, :n].flatten(0, 1), v[slot, :n].flatten(0, 1)))
+    slots, tokens = (2, 3, 4, 1, 2), tuple(n * TOKENS for n in (4, 4, 3, 3, 3))
+    places = Places(slots, tokens, torch.tensor([*slots, 0]), torch.tensor([*tokens, 0]))
+    k, v = k.flatten(1, 2), v.flatten(1, 2)
+    got = chunk_attention(q, k, v, places)
+    for i, (slot, n) in enumerate(zip(slots, tokens, strict=True)):
+        torch.testing.assert_close(got[i], attend(q[i], k[slot, :n], v[slot, :n]))
     assert not got[5].any()
 
 

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from stretto.layers.kernels import gelu_tanh, modulated_layer_norm, rms_norm
+from stretto.layers.kernels import gelu_tanh, rms_norm
+from stretto.layers.kernels.level_norm import level_layer_norm
+from stretto.layers.kernels.linear_gelu import linear_gelu
+from stretto.layers.kernels.renoise import unpatchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.wan_config import WanConfig
 
@@ -92,7 +95,9 @@ class Block(nn.Module):
         self.register_buffer("table_L6D", torch.zeros(len(config.levels) + 2, 6, width), persistent=False)
 
     def feed_forward(self, x_BND: Tensor) -> Tensor:
-        out: Tensor = self.ffn["2"](gelu_tanh(self.ffn["0"](x_BND)))
+        first, second = self.ffn["0"], self.ffn["2"]
+        assert isinstance(first, nn.Linear)
+        out: Tensor = second(linear_gelu(x_BND, first.weight, first.bias))
         return out
 
 
@@ -110,8 +115,7 @@ class Head(nn.Module):
 
     def forward(self, h_BND: Tensor, levels_BF: Tensor) -> Tensor:
         """Return the patches of the predicted velocity, [B, N, patch * patch * channels]."""
-        shift, scale = self.table_L2D[levels_BF].unbind(dim=2)
-        out: Tensor = self.head(modulated_layer_norm(h_BND, scale, shift, self.eps))
+        out: Tensor = self.head(level_layer_norm(h_BND, self.table_L2D, levels_BF, self.eps, shift=0, scale=1))
         return out
 
 
@@ -138,9 +142,7 @@ class WanNet(nn.Module):
 
     def unpatchify(self, patches_BNP: Tensor) -> Tensor:
         """Return [B, F, C, h, w] from patches whose channel is the fastest axis."""
-        p, (rows, columns) = self.config.patch, self.config.grid
-        cut = torch.unflatten(torch.unflatten(patches_BNP, 2, (p, p, -1)), 1, (-1, rows, columns))
-        return cut.permute(0, 1, 6, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+        return unpatchify(patches_BNP, self.config.grid, self.config.patch)
 
     def embed_text(self, context_XE: Tensor) -> Tensor:
         """Return the prompt at the network's width; rows past the prompt are zeros and stay in the attention."""

@@ -16,22 +16,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stretto.core.errors import ConfigError
 from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec
-from stretto.layers.kernels import (
-    gated_add,
-    gated_add_layer_norm,
-    gated_add_modulated_layer_norm,
-    layer_norm,
-    modulated_layer_norm,
-    qk_norm_rope_write,
+from stretto.layers.kernels import layer_norm, qk_norm_rope_write
+from stretto.layers.kernels.chunk_attention import Places, chunk_attention, prefer_fastest_attention
+from stretto.layers.kernels.level_norm import (
+    add_level_layer_norm,
+    level_gated_add,
+    level_gated_add_layer_norm,
+    level_layer_norm,
 )
+from stretto.layers.kernels.renoise import renoise
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_net import ActionAdapter, Block, WanNet
-from stretto.models.wan_noise import normal, step_keys
-from stretto.models.wan_ring import Ring, attend_slots, prefer_fastest_attention
+from stretto.models.wan_ring import Ring
 
 CONTEXT = "context"
 PLACE = "place"
 """Which chunk this is, as data on the device: int64 (chunk, key of its noise, frames given clean)."""
+SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2 = range(6)
+"""The lines of a block's modulation."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Clock:
     offsets_R: Tensor
     """Absolute frame, state slot and first ring token of each frame of each row, R = B F."""
     levels_BF: Tensor
-    given_BF: Tensor
-    slots: tuple[int, ...]
-    valid: tuple[int, ...]
+    history: Places
+    """What of its ring each row attends to."""
+    prompt: Places
 
 
 class Clocks:
@@ -74,15 +76,21 @@ class Clocks:
         levels_B = rows.steps_B.clamp(max=config.policy.clean_step)
         levels_BF = torch.where(given_BF, config.policy.clean_step + 1, levels_B[:, None])
         frames_BF = place_B3[:, :1] * config.frames_per_chunk + frames
+        pages_B = ((place_B3[:, 0] + 1) * config.frames_per_chunk).clamp(max=config.window_frames)
         return Clock(
             frames_BF.flatten(),
             rows.state_slots_B.repeat_interleave(config.frames_per_chunk),
             (self.ring.pages(frames_BF) * config.tokens_per_frame).flatten(),
             levels_BF,
-            given_BF,
-            tuple(row.state_slot for row in host),
-            tuple(self.ring.valid(row.chunk) for row in host),
+            self._places(
+                rows, [self.ring.valid(row.chunk) * config.tokens_per_frame for row in host], pages_B * config.tokens_per_frame
+            ),
+            self._places(rows, [config.text_tokens] * len(host), torch.full_like(pages_B, config.text_tokens)),
         )
+
+    def _places(self, rows: Rows, tokens: Sequence[int], tokens_B: Tensor) -> Places:
+        tokens_B[len(rows.host) :] = 0
+        return Places(tuple(row.state_slot for row in rows.host), tuple(tokens), rows.state_slots_B, tokens_B)
 
 
 class EmbedStage:
@@ -151,19 +159,21 @@ class BlockStage:
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.prepare(rows)
         clock = self.clocks.of(rows)
-        if not clock.slots:
+        if not clock.history.slots:
             expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
             raise ConfigError("mode", got="graph, captured without rows", expected=expected)
-        shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[clock.levels_BF].unbind(dim=2)
-        y = self._self_attention(rows, clock, modulated_layer_norm(h, scale1, shift1, block.eps))
+        levels_BF, eps = clock.levels_BF, block.eps
+        table, norm = block.table_L6D, block.norm3
+        y = level_layer_norm(h, table, levels_BF, eps, shift=SHIFT1, scale=SCALE1)
+        y = self._self_attention(rows, clock, y)
         if self.tracks:
-            h = self._act(rows, gated_add(h, y, gate1))
-            y = layer_norm(h, block.norm3.weight, block.norm3.bias, block.eps)
+            h = self._act(rows, level_gated_add(h, y, table, levels_BF, gate=GATE1))
+            y = layer_norm(h, norm.weight, norm.bias, eps)
         else:
-            y, h = gated_add_layer_norm(h, y, gate1, block.norm3.weight, block.norm3.bias, block.eps)
+            y, h = level_gated_add_layer_norm(h, y, table, levels_BF, norm.weight, norm.bias, eps, gate=GATE1)
         y = self._cross_attention(rows, clock, y)
-        y, h = gated_add_modulated_layer_norm(h, y, None, scale2, shift2, block.eps)
-        rows.put("h", gated_add(h, block.feed_forward(y), gate2))
+        y, h = add_level_layer_norm(h, y, table, levels_BF, eps, shift=SHIFT2, scale=SCALE2)
+        rows.put("h", level_gated_add(h, block.feed_forward(y), table, levels_BF, gate=GATE2))
 
     def _self_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         config, attn = self.config, self.block.self_attn
@@ -183,15 +193,14 @@ class BlockStage:
             theta=config.rope_theta,
         )
         q_BNHd = q.view(rows.size, -1, config.heads, config.head_dim)
-        out = attend_slots(q_BNHd, k_ring, v_ring, clock.slots, clock.valid)
+        out = chunk_attention(q_BNHd, k_ring.flatten(1, 2), v_ring.flatten(1, 2), clock.history)
         projected: Tensor = attn.o(out.flatten(2))
         return projected
 
     def _cross_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
         attn = self.block.cross_attn
         k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
-        everything = (self.config.text_tokens,) * len(clock.slots)
-        out = attend_slots(attn.query(x_BND), k, v, clock.slots, everything)
+        out = chunk_attention(attn.query(x_BND), k, v, clock.prompt)
         projected: Tensor = attn.o(out.flatten(2))
         return projected
 
@@ -220,12 +229,7 @@ class HeadStage:
         return self.net.unpatchify(patches).float()
 
     def run(self, rows: Rows) -> None:
-        x, v = rows.get("x"), self.velocity(rows)
-        if self._sigmas.device != x.device:
-            self._sigmas = self._sigmas.to(x.device)
-        sigma, following = self._sigmas[:, rows.steps_B, None, None, None, None]
-        x0 = x.double() - sigma * v.double()
-        # The noise of the step to come: step 0 has the noise that the chunk began with.
-        fresh = normal(step_keys(rows.get(PLACE)[:, 1], rows.steps_B + 1), tuple(x.shape[1:]))
-        renoised = ((1.0 - following) * x0 + following * fresh.double()).float()
-        rows.put("x", torch.where(self.clocks.of(rows).given_BF[:, :, None, None, None], x, renoised))
+        patches = self.net.head(rows.get("h"), self.clocks.of(rows).levels_BF)
+        if self._sigmas.device != patches.device:
+            self._sigmas = self._sigmas.to(patches.device)
+        rows.put("x", renoise(patches, rows.get("x"), rows.get(PLACE), rows.steps_B, self._sigmas, self.config.patch))

@@ -1,0 +1,221 @@
+"""Attention of chunks over what their state slots hold: which kernel, and in how many splits over keys.
+
+Where heads x tiles of queries fill the last wave of multiprocessors badly, keys are split too, and the splits joined. The
+kernels are torch's, cuDNN's over splits, and our own; a measured table says which, and where it is silent a model of waves.
+The choice depends on shapes and the device alone, so equal calls run equal kernels.
+
+Shape legend: B rows, N query tokens, H heads, d head size, S state slots, P arena tokens, X keys of a run of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from stretto.layers.kernels.language import cdiv, multiprocessors
+from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+Method = Literal["sdpa", "cudnn", "triton"]
+
+CUDA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+TILE = 128
+MAX_SPLITS = 12
+TILE_PAIR_US, TILE_FIXED_US = 1.75, 3.0
+"""What 128 queries against 128 keys cost one multiprocessor of an H200, and what a tile costs besides."""
+JOIN_BYTES_US = 2.5e6
+
+
+class Places(NamedTuple):
+    """What each row of a batch attends to: the first `tokens` of a state slot. Rows past the end of `slots` are padding."""
+
+    slots: tuple[int, ...]
+    tokens: tuple[int, ...]
+    slots_B: Tensor
+    tokens_B: Tensor
+    """The same on the device, int64; padding rows have 0 tokens."""
+
+
+class Shape(NamedTuple):
+    """The key of the table: rows, queries and keys of one row, heads and head size."""
+
+    rows: int
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+
+
+class Choice(NamedTuple):
+    """`sdpa` leaves the kernel to torch; `cudnn` runs its kernel over splits; `triton` is our own."""
+
+    method: Method
+    splits: int = 1
+    block_m: int = 128
+    block_n: int = 128
+    warps: int = 8
+    stages: int = 2
+
+
+SDPA = Choice("sdpa")
+
+
+def chunk_attention(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, places: Places, choice: Choice | None = None) -> Tensor:
+    """Attend each row to what `places` says of its slot; padding rows give zeros. Returns [B, N, H, d].
+
+    No key is copied. `choice` overrides the table.
+    """
+    rows, queries, heads, head_dim = q_BNHd.shape
+    made = choice or choose(Shape(rows, queries, max(places.tokens), heads, head_dim), q_BNHd)
+    if made.method == "triton":
+        cut = RingTiling(made.splits, made.block_m, made.block_n, made.warps, made.stages)
+        return ring_attention(q_BNHd, k_SPHd, v_SPHd, places.slots_B, places.tokens_B, cut)
+    parts = []
+    for first, count in runs(places.slots, places.tokens):
+        at, n = places.slots[first], places.tokens[first]
+        q, k, v = q_BNHd[first : first + count], k_SPHd[at : at + count, :n], v_SPHd[at : at + count, :n]
+        run = choice or choose(Shape(count, queries, n, heads, head_dim), q_BNHd)
+        parts.append(split_cudnn(q, k, v, run.splits) if run.method == "cudnn" and folds(k, run.splits) else _sdpa(q, k, v))
+    return _with_padding(parts, q_BNHd, len(places.slots))
+
+
+def split_cudnn(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor, splits: int) -> Tensor:
+    """Attend by cuDNN's kernel over `splits` equal shares of the keys, all in one launch, and join them.
+
+    The keys must fold (`folds`); all 16-bit, on a GPU. Returns [B, N, H, d].
+    """
+    batch, tokens, heads, _ = q_BNHd.shape
+    shares = [torch.unflatten(x, 1, (splits, -1)).flatten(0, 1).transpose(1, 2) for x in (k_BXHd, v_BXHd)]
+    q = q_BNHd[:, None].expand(-1, splits, -1, -1, -1).flatten(0, 1).transpose(1, 2)
+    part, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, *shares, None, True)
+    part_BZNHd = torch.unflatten(part, 0, (batch, splits)).transpose(2, 3)
+    return join_splits(part_BZNHd, lse.reshape(batch, splits, heads, tokens))
+
+
+def folds(k_BXHd: Tensor, splits: int) -> bool:
+    """Tell whether rows and equal shares of their keys fold into one axis without a copy."""
+    batch, keys = k_BXHd.shape[:2]
+    return keys % splits == 0 and (batch == 1 or k_BXHd.stride(0) == keys * k_BXHd.stride(1))
+
+
+def runs(slots: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of each run of consecutive slots that hold equally much."""
+    for _, members in groupby(range(len(slots)), key=lambda i: (slots[i] - i, tokens[i])):
+        rows = list(members)
+        yield rows[0], len(rows)
+
+
+def choose(shape: Shape, q: Tensor) -> Choice:
+    """Return how to attend on q's device."""
+    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+        return SDPA
+    measured = tuned("chunk_attention", shape, q.dtype, q.device)
+    if measured is not None:
+        return Choice(**measured)  # type: ignore[arg-type]
+    return _by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
+
+
+def splits_by_waves(tiles: int, keys: int, out_bytes: int, processors: int) -> int:
+    """Return the splits, of those that divide the keys evenly, that a model of waves says are fastest.
+
+    Args:
+        tiles: independent tiles of 128 queries: rows times heads times tiles of a row.
+        out_bytes: size of the attention's output, which every split writes and the join reads.
+    """
+
+    def cost_us(splits: int) -> float:
+        waves = cdiv(tiles * splits, processors)
+        run = waves * (cdiv(keys // splits, TILE) * TILE_PAIR_US + TILE_FIXED_US)
+        return run + (0.0 if splits == 1 else 3.0 + out_bytes * (2 * splits + 1) / JOIN_BYTES_US)
+
+    return min((1, *_split_counts(keys)), key=lambda splits: (cost_us(splits), splits))
+
+
+@functools.cache
+def cudnn_is_fastest(device: torch.device) -> bool:
+    """Tell whether cuDNN's attention is the one to split: on Hopper it is about twice as fast as FlashAttention 2."""
+    has_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return has_cudnn and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def prefer_fastest_attention() -> object:
+    """Make torch try cuDNN before FlashAttention 2, about twice as fast on Hopper for heads of 128; once for the process.
+
+    Torch keeps the order for the whole process, so a context around each call would be undone by the executors of other
+    devices. The context that is kept here is never left.
+    """
+    order = sdpa_kernel(CUDA_BACKENDS, set_priority=True)
+    order.__enter__()
+    return order
+
+
+@functools.cache
+def _by_rule(shape: Shape, processors: int) -> Choice:
+    tiles = shape.rows * shape.heads * cdiv(shape.queries, TILE)
+    out_bytes = shape.rows * shape.queries * shape.heads * shape.head_dim * 2
+    splits = splits_by_waves(tiles, shape.keys, out_bytes, processors)
+    return SDPA if splits == 1 else Choice("cudnn", splits)
+
+
+def _split_counts(keys: int) -> list[int]:
+    return [z for z in range(2, MAX_SPLITS + 1) if keys % z == 0 and keys // z >= 4 * TILE]
+
+
+def _sdpa(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BNHd, k_BXHd, v_BXHd))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _with_padding(parts: list[Tensor], q_BNHd: Tensor, rows: int) -> Tensor:
+    if rows < len(q_BNHd):
+        parts.append(torch.zeros_like(q_BNHd[rows:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def candidates(key: Key) -> list[Config]:
+    shape = Shape(*key)
+    counts = _split_counts(shape.keys)
+    choices = [SDPA, *(Choice("cudnn", splits) for splits in counts)]
+    for block_n, stages in ((128, 2), (64, 3)):
+        choices += [Choice("triton", splits, TILE, block_n, 8, stages) for splits in (1, *counts)]
+    return [cast(Config, choice._asdict()) for choice in choices]
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Places]:
+    rows, queries, keys, heads, head_dim = key
+    generator = torch.Generator(device=device).manual_seed(0)
+    q, k, v = (
+        torch.randn(rows, tokens, heads, head_dim, generator=generator, device=device).to(dtype)
+        for tokens in (queries, keys, keys)
+    )
+    slots_B = torch.arange(rows, device=device)
+    return q, k, v, Places(tuple(range(rows)), (keys,) * rows, slots_B, torch.full_like(slots_B, keys))
+
+
+def _run(choice: Config | None, q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, places: Places) -> Tensor:
+    made = None if choice is None else Choice(**choice)  # type: ignore[arg-type]
+    return chunk_attention(q_BNHd, k_SPHd, v_SPHd, places, made)
+
+
+FIELDS: dict[str, tuple[int | str, ...]] = {
+    "method": ("sdpa", "cudnn", "triton"),
+    "splits": tuple(range(1, MAX_SPLITS + 1)),
+    "block_m": (64, TILE),
+    "block_n": (64, TILE),
+    "warps": (4, 8),
+    "stages": (2, 3, 4),
+}
+TUNABLES = (Tunable("chunk_attention", FIELDS, candidates, _inputs, _run),)

@@ -1,0 +1,177 @@
+"""LayerNorms and gated additions whose modulation is a line of a table, at the noise level of the token's frame.
+
+The level is read inside the kernel, so nothing gathers lines of the table beforehand.
+
+Shape legend: B rows, F frames, N = F T tokens, D width, L noise levels, M lines a level (scales, shifts, gates).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.layer_norm import (
+    gated_add_layer_norm_reference,
+    gated_add_modulated_layer_norm_reference,
+    gated_add_reference,
+    modulated_layer_norm_reference,
+)
+
+
+def level_layer_norm_reference(
+    x_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> Tensor:
+    """Return layer_norm(x) * (1 + scale) + shift; `shift` and `scale` say which lines of a level they are."""
+    lines = table_LMD[levels_BF]
+    return modulated_layer_norm_reference(x_BND, lines[:, :, scale], lines[:, :, shift], eps)
+
+
+def add_level_layer_norm_reference(
+    x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor]:
+    """Return (level_layer_norm(s) in y's dtype, s) for s = x + y in x's dtype."""
+    lines = table_LMD[levels_BF]
+    return gated_add_modulated_layer_norm_reference(x_BND, y_BND, None, lines[:, :, scale], lines[:, :, shift], eps)
+
+
+def level_gated_add_reference(x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, *, gate: int) -> Tensor:
+    """Return x + gate * y, computed in fp32, in x's dtype."""
+    return gated_add_reference(x_BND, y_BND, table_LMD[levels_BF][:, :, gate])
+
+
+def level_gated_add_layer_norm_reference(
+    x_BND: Tensor,
+    y_BND: Tensor,
+    table_LMD: Tensor,
+    levels_BF: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    gate: int,
+) -> tuple[Tensor, Tensor]:
+    """Return (layer_norm(s) in y's dtype, s) for s = x + gate * y in x's dtype."""
+    return gated_add_layer_norm_reference(x_BND, y_BND, table_LMD[levels_BF][:, :, gate], weight_D, bias_D, eps)
+
+
+@jit
+def _level_kernel(
+    x: tl.tensor,
+    y: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    table: tl.tensor,
+    levels: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    frame_tokens: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    GATE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Work on one token. A line below 0 is not used; NORM without SCALE takes affine weights."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = row.to(tl.int64) * WIDTH + column
+    line = table + tl.load(levels + row // frame_tokens).to(tl.int64) * (LINES * WIDTH) + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        if GATE >= 0:
+            added *= tl.load(line + GATE * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        stored = (value + added).to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=inside)
+        value = stored.to(tl.float32)
+    if NORM:
+        if SCALE >= 0:
+            factor = 1.0 + tl.load(line + SCALE * WIDTH, mask=inside, other=0.0).to(tl.float32)
+            offset = tl.load(line + SHIFT * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        else:
+            factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+            offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
+        normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+        tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
+
+
+def level_layer_norm_triton(
+    x_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> Tensor:
+    out = _empty(x_BND)
+    _launch(x_BND, None, out, None, table_LMD, levels_BF, None, eps, shift=shift, scale=scale)
+    return out
+
+
+def add_level_layer_norm_triton(
+    x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor]:
+    out, total = _empty(y_BND), _empty(x_BND)
+    _launch(x_BND, y_BND, out, total, table_LMD, levels_BF, None, eps, shift=shift, scale=scale)
+    return out, total
+
+
+def level_gated_add_triton(x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, *, gate: int) -> Tensor:
+    total = _empty(x_BND)
+    _launch(x_BND, y_BND, None, total, table_LMD, levels_BF, None, 0.0, gate=gate)
+    return total
+
+
+def level_gated_add_layer_norm_triton(
+    x_BND: Tensor,
+    y_BND: Tensor,
+    table_LMD: Tensor,
+    levels_BF: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    gate: int,
+) -> tuple[Tensor, Tensor]:
+    out, total = _empty(y_BND), _empty(x_BND)
+    _launch(x_BND, y_BND, out, total, table_LMD, levels_BF, (weight_D, bias_D), eps, gate=gate)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    y: Tensor | None,
+    out: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    levels_BF: Tensor,
+    affine: tuple[Tensor, Tensor] | None,
+    eps: float,
+    *,
+    gate: int = -1,
+    shift: int = -1,
+    scale: int = -1,
+) -> None:
+    x, y = x.contiguous(), None if y is None else y.contiguous()
+    batch, tokens, width = x.shape
+    weight, bias = affine or (table, table)
+    block = block_of(width)
+    _level_kernel[(batch * tokens,)](
+        x, x if y is None else y, x if out is None else out, x if total is None else total,
+        table.contiguous(), levels_BF.contiguous(), weight, bias, tokens // levels_BF.shape[1], eps,
+        WIDTH=width, LINES=table.shape[1], GATE=gate, SHIFT=shift, SCALE=scale,
+        ADD=y is not None, NORM=out is not None, BLOCK=block, num_warps=warps_of(block),
+    )  # fmt: skip
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+level_layer_norm = FusedOp(level_layer_norm_reference, level_layer_norm_triton)
+add_level_layer_norm = FusedOp(add_level_layer_norm_reference, add_level_layer_norm_triton)
+level_gated_add = FusedOp(level_gated_add_reference, level_gated_add_triton)
+level_gated_add_layer_norm = FusedOp(level_gated_add_layer_norm_reference, level_gated_add_layer_norm_triton)
