@@ -24,7 +24,7 @@ from stretto.models import pi0_weights
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
 from stretto.models.pi0_denoise import chunking_inputs, denoise_stage, example_chunking
 from stretto.models.pi0_fp8 import Fp8Net
-from stretto.models.pi0_net import Pi0Net
+from stretto.models.pi0_net import Pi0Net, PrefixArena
 
 Pixels = Literal["uint8", "float32"]
 SPECS: Mapping[str, Pi0Config] = {
@@ -63,14 +63,9 @@ class PrefixStage:
     def run(self, rows: Rows) -> None:
         tokens_BL = rows.get("tokens")
         mask_BP, length_B, start_B = self.net.prefix_layout(rows.get("image_mask"), rows.get("token_count"), tokens_BL.shape[1])
-        k_arena, v_arena, slots_B, used = rows.arena("prefix_k"), rows.arena("prefix_v"), rows.slots_B, mask_BP.shape[1]
-
-        def keep(layer: int, k_BPKd: Tensor, v_BPKd: Tensor) -> None:
-            k_arena[:, layer, :used].index_copy_(0, slots_B, k_BPKd)
-            v_arena[:, layer, :used].index_copy_(0, slots_B, v_BPKd)
-
-        self.net.prefix(rows.get("image_tokens"), tokens_BL, mask_BP, keep)
-        rows.put("prefix_mask", pad(mask_BP, (0, k_arena.shape[2] - used)))
+        arena = PrefixArena(rows.arena("prefix_k"), rows.arena("prefix_v"), rows.slots_B)
+        self.net.prefix(rows.get("image_tokens"), tokens_BL, mask_BP, arena)
+        rows.put("prefix_mask", pad(mask_BP, (0, arena.k_SNPKd.shape[2] - mask_BP.shape[1])))
         rows.put("prefix_length", length_B)
         rows.put("suffix_start", start_B)
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
-from stretto.layers.kernels.activation import geglu
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.linear_activation import linear_geglu
+from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
 from stretto.layers.kernels.rope import rope
 from stretto.layers.linear import FusedLinear
@@ -76,7 +77,7 @@ class GemmaBlock(nn.Module):
         )
 
     def mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(geglu(self.gate_up(x)))
+        out: Tensor = self.down(linear_geglu(x, self.gate_up.weight))
         return out
 
 
@@ -84,6 +85,24 @@ class KeepKV(Protocol):
     """Takes the keys and values [B, P, K, d] of one layer."""
 
     def __call__(self, layer: int, k_BPKd: Tensor, v_BPKd: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixArena:
+    """Takes keys and values into slot `slots_B[b]` of row b. Kernels that know it write there and read from there."""
+
+    k_SNPKd: Tensor  # [slots, layers, P, K, d]
+    v_SNPKd: Tensor
+    slots_B: Tensor
+
+    def __call__(self, layer: int, k_BPKd: Tensor, v_BPKd: Tensor) -> None:
+        tokens = k_BPKd.shape[1]
+        self.k_SNPKd[:, layer, :tokens].index_copy_(0, self.slots_B, k_BPKd)
+        self.v_SNPKd[:, layer, :tokens].index_copy_(0, self.slots_B, v_BPKd)
+
+    def layer(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return one layer's [slots, P, K, d] of the first tokens."""
+        return self.k_SNPKd[:, layer, :tokens], self.v_SNPKd[:, layer, :tokens]
 
 
 class Prefix(nn.Module):
@@ -106,14 +125,21 @@ class Prefix(nn.Module):
         residual = torch.cat((image_tokens_BID, text), dim=1).float()
         positions_BP = mask_BP.cumsum(-1) - 1
         blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
+        table = rotary_table(positions_BP, blocks[0].dims.head_dim, blocks[0].theta)
         x = rms_norm(residual, self.attention_norms[0], self.eps).to(text.dtype)
         for i, block in enumerate(blocks):
-            q, k, v = block.rotated(x, positions_BP)
-            keep(i, k, v)
-            if i == len(blocks) - 1:
+            last = i == len(blocks) - 1
+            if isinstance(keep, PrefixArena):
+                k, v = keep.layer(i, mask_BP.shape[1])
+                q = linear_rope_write(x, block.qkv.weight, table, k, v, keep.slots_B, heads=block.heads)
+                attended = q if last else prefix_attention(q, k, v, keep.slots_B, key_mask_BP=mask_BP)
+            else:
+                q, k, v = block.rotated(x, positions_BP)
+                keep(i, k, v)
+                attended = q if last else attention(q, k, v, key_mask_BN=mask_BP)
+            if last:
                 break
-            y = block.out(attention(q, k, v, key_mask_BN=mask_BP).flatten(2))
-            x, residual = add_rms_norm(y, residual, self.mlp_norms[i], self.eps)
+            x, residual = add_rms_norm(block.out(attended.flatten(2)), residual, self.mlp_norms[i], self.eps)
             x, residual = add_rms_norm(block.mlp(x), residual, self.attention_norms[i + 1], self.eps)
 
 

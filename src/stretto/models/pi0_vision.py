@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stretto.layers.kernels.activation import gelu_tanh
 from stretto.layers.kernels.attention import attention
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.linear_activation import linear_gelu
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import Pi0Config
@@ -32,7 +32,7 @@ class VisionBlock(nn.Module):
         return out
 
     def mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(gelu_tanh(self.up(x)))
+        out: Tensor = self.down(linear_gelu(x, self.up.weight, self.up.bias))
         return out
 
 

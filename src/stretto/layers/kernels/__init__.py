@@ -11,6 +11,8 @@ from stretto.layers.kernels.layer_norm import (
     layer_norm,
     modulated_layer_norm,
 )
+from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_rope import linear_rope_write
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
 from stretto.layers.kernels.rope import rope, rope_write
@@ -29,6 +31,9 @@ __all__ = [
     "geglu",
     "gelu_tanh",
     "layer_norm",
+    "linear_geglu",
+    "linear_gelu",
+    "linear_rope_write",
     "modulated_layer_norm",
     "patchify",
     "prefix_attention",

@@ -1,5 +1,7 @@
 """Bidirectional attention with grouped heads: over fresh keys, and over a slot of a KV arena plus fresh keys.
 
+Which kernel attends to fresh keys, or to a slot alone, is a measured choice; see `RULE` for what holds without one.
+
 Shape legend: B rows, T query tokens, N keys, H query heads, K key/value heads, d head size, S arena slots, P arena tokens.
 """
 
@@ -7,10 +9,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.split_attention import Keys, fits, split_attention
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+RULE = {False: "sdpa", True: "split"}
+"""Without a mask SDPA has faster kernels; with one it has to read the mask for every head."""
 
 
 def attention_reference(
@@ -87,7 +95,47 @@ def _sdpa(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask: Tensor | None, s
 def attention_triton(
     q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    return split_attention(q_BTHd, Keys(k_BNKd, v_BNKd, mask_BP=key_mask_BN), scale)
+    choice = _choice("attention", q_BTHd, k_BNKd, v_BNKd, key_mask_BN)
+    return run_attention(choice, q_BTHd, k_BNKd, v_BNKd, key_mask_BN, scale)
+
+
+def _choice(op: str, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask_BN: Tensor | None) -> Config | None:
+    if not tma.takes(q_BTHd, k_BNKd, v_BNKd, mask_BN):
+        return None
+    batch, tokens, heads, head_dim = q_BTHd.shape
+    key = (batch, tokens, k_BNKd.shape[1], heads, k_BNKd.shape[2], head_dim, int(mask_BN is not None))
+    return tuned(op, key, q_BTHd.dtype, q_BTHd.device)
+
+
+def run_attention(
+    choice: Config | None,
+    q_BTHd: Tensor,
+    k_BNKd: Tensor,
+    v_BNKd: Tensor,
+    mask_BN: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Run one choice over fresh keys; None is the rule."""
+    impl = RULE[mask_BN is not None] if choice is None else choice["impl"]
+    if impl == "sdpa":
+        return attention_reference(q_BTHd, k_BNKd, v_BNKd, key_mask_BN=mask_BN, scale=scale)
+    if impl == "cudnn":
+        return _cudnn(q_BTHd, k_BNKd, v_BNKd, mask_BN, scale)
+    if impl == "tma" and choice is not None:
+        return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), mask_BN=mask_BN, scale=scale)
+    return split_attention(q_BTHd, Keys(k_BNKd, v_BNKd, mask_BP=mask_BN), scale)
+
+
+def _cudnn(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask_BN: Tensor | None, scale: float | None) -> Tensor:
+    """Attend by cuDNN, with its own grouped heads; a row without any valid key gives an average."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BNKd, v_BNKd))
+    bias = None
+    if mask_BN is not None:
+        bias = torch.where(mask_BN.bool(), 0.0, -1.0e30).to(q.dtype)[:, None, None].expand(*q.shape[:3], -1)
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def prefix_attention_triton(
@@ -103,13 +151,32 @@ def prefix_attention_triton(
     suffix_lead: int = 0,
     scale: float | None = None,
 ) -> Tensor:
+    if k_suffix_BTKd is None and length_B is None and key_mask_BP is not None:
+        choice = _choice("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
+        return run_prefix_attention(choice, q_BTHd, k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, scale)
     keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
     return split_attention(q_BTHd, keys, scale)
 
 
-def _masked_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, **_: object) -> bool:
-    """Without a mask SDPA has faster kernels."""
-    return key_mask_BN is not None and fits(q_BTHd, k_BNKd, v_BNKd)
+def run_prefix_attention(
+    choice: Config | None,
+    q_BTHd: Tensor,
+    k_SPKd: Tensor,
+    v_SPKd: Tensor,
+    slots_B: Tensor,
+    mask_BP: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Run one choice over the keys of a slot; None is the rule."""
+    if choice is not None and choice["impl"] == "tma":
+        return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
+    if choice is not None and choice["impl"] == "cudnn":
+        return _cudnn(q_BTHd, k_SPKd[slots_B], v_SPKd[slots_B], mask_BP, scale)
+    return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)
+
+
+def _fresh_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, **_: object) -> bool:
+    return key_mask_BN is None or fits(q_BTHd, k_BNKd, v_BNKd)
 
 
 def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, **named: object) -> bool:
@@ -117,5 +184,37 @@ def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slot
     return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, *suffix)
 
 
-attention = FusedOp(attention_reference, attention_triton, supports=_masked_call)
+def _tilings(head_dim: int) -> list[Config]:
+    if head_dim > 128:
+        blocks = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 8, 2)]
+    else:
+        blocks = [(128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 256, 4, 1)]
+    return [tma.Tiling(*cut).config for cut in blocks]
+
+
+def _candidates(key: Key) -> list[Config]:
+    return [*({"impl": name} for name in (RULE[bool(key[6])], "cudnn")), *_tilings(key[5])]
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    batch, tokens, keys, heads, kv_heads, head_dim, masked = key
+    q = torch.randn(batch, tokens, heads, head_dim, dtype=dtype, device=device)
+    kv = torch.randn(2, batch, keys, kv_heads, head_dim, dtype=dtype, device=device)
+    mask = torch.rand(batch, keys, device=device) < 0.9
+    return (q, kv[0], kv[1], mask) if masked else (q, kv[0], kv[1])
+
+
+def _arena_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    batch, _, keys, _, kv_heads, head_dim, _ = key
+    q, _, _, mask = _inputs((*key[:6], 1), dtype, device)
+    arena = torch.randn(batch + 1, 2, 2, keys, kv_heads, head_dim, dtype=dtype, device=device)
+    return q, arena[:, 1, 0], arena[:, 1, 1], torch.randperm(batch, device=device) + 1, mask
+
+
+attention = FusedOp(attention_reference, attention_triton, supports=_fresh_call)
 prefix_attention = FusedOp(prefix_attention_reference, prefix_attention_triton, supports=_arena_call)
+_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma"), **tma.FIELDS}
+TUNABLES = (
+    Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
+    Tunable("prefix_attention", _FIELDS, _candidates, _arena_inputs, run_prefix_attention),
+)

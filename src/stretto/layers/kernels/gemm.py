@@ -1,0 +1,136 @@
+"""One Triton matrix product with a choice of epilogues: the work that would follow it is done on the accumulator.
+
+Operands and results move by TMA. An epilogue that needs two columns of the product at once (a gate with its value, the two
+halves of a rotated head) makes both in one program, from two tiles of the weight. `persistent` programs take tile after
+tile, so that the loads of the next overlap the epilogue of the last.
+
+Shape legend: M rows, K inner width, N columns of the result, S row of the weight at which the second tile's part begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.layers.kernels.activation import _gelu
+from stretto.layers.kernels.language import cdiv, jit, multiprocessors, tl
+from stretto.layers.tuning import Config
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+MIN_CAPABILITY = (9, 0)  # TMA
+GELU, GEGLU = 1, 2
+FIELDS: Mapping[str, tuple[int | str, ...]] = {
+    "impl": ("cublas", "triton"),
+    "block_m": (64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64, 128),
+    "stages": (2, 3, 4, 5, 6),
+    "warps": (4, 8),
+    "group": (1, 4, 8, 16),
+    "persistent": (0, 1),
+}
+
+
+class Tiling(NamedTuple):
+    """How one product is cut and run."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    group: int
+    persistent: int
+
+    @staticmethod
+    def of(config: Config) -> Tiling:
+        return Tiling(**{name: int(config[name]) for name in Tiling._fields})
+
+    @property
+    def config(self) -> Config:
+        return {"impl": "triton", **self._asdict()}
+
+
+@jit
+def _gemm_kernel(
+    x: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    bias: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    second: tl.tensor,
+    EPILOGUE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+) -> None:
+    down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    steps = tl.cdiv(inner, BLOCK_K)
+    column = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
+        # Tiles go down GROUP rows at a time, so that what runs at once shares weights in the cache.
+        strip = tile // (GROUP * across)
+        height = tl.minimum(down - strip * GROUP, GROUP)
+        within = tile - strip * GROUP * across
+        m = (strip * GROUP + within % height) * BLOCK_M
+        n = within // height * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if EPILOGUE == 2:
+            other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for step in range(steps):
+                x_tile = x.load([m, step * BLOCK_K])
+                acc = tl.dot(x_tile, w.load([n, step * BLOCK_K]).T, acc)
+                other = tl.dot(x_tile, w.load([second + n, step * BLOCK_K]).T, other)
+            acc = _gelu(acc) * other
+        else:
+            for step in range(steps):
+                acc = tl.dot(x.load([m, step * BLOCK_K]), w.load([n, step * BLOCK_K]).T, acc)
+            if BIAS:
+                acc += tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)[None, :]
+            if EPILOGUE == 1:
+                acc = _gelu(acc)
+        out.store([m, n], acc.to(out.dtype))
+
+
+def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, epilogue: int, tiling: Tiling) -> Tensor:
+    """Return epilogue(x @ weight.T + bias), [..., N], or [..., N / 2] for a gated one, in x's dtype."""
+    rows, inner = x_MK.numel() // x_MK.shape[-1], x_MK.shape[-1]
+    columns = weight_NK.shape[0] // (2 if epilogue == GEGLU else 1)
+    out = torch.empty(*x_MK.shape[:-1], columns, dtype=x_MK.dtype, device=x_MK.device)
+    t = tiling
+    tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n)
+    _gemm_kernel[(min(tiles, multiprocessors(x_MK)) if t.persistent else tiles,)](
+        TensorDescriptor.from_tensor(x_MK.view(rows, inner), [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(weight_NK, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(out.view(rows, columns), [t.block_m, t.block_n]),
+        x_MK if bias_N is None else bias_N, rows, columns, inner, columns,
+        EPILOGUE=epilogue, BIAS=bias_N is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP=t.group,
+        PERSISTENT=bool(t.persistent), num_warps=t.warps,
+        num_stages=t.stages,
+    )  # fmt: skip
+    return out
+
+
+def takes(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:
+    """Tell whether the kernel can run this product: TMA wants dense 16-bit rows of a multiple of 16 bytes."""
+    dense = x.is_contiguous() and weight_NK.is_contiguous() and all(o is None or o.is_contiguous() for o in others)
+    return (
+        dense and x.dtype == weight_NK.dtype and x.element_size() == 2 and x.shape[-1] % 8 == 0 and weight_NK.shape[0] % 16 == 0
+    )
+
+
+def runs_on(device: torch.device) -> bool:
+    """Tell whether a device has what the kernel needs; on the CPU the interpreter does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -1,0 +1,120 @@
+"""A linear layer with the activation that follows it: one kernel, or a cuBLAS product and a pass over its result.
+
+Which of them runs at a shape is a measured choice (`layers.tuning`); without one it is cuBLAS and a pass.
+
+Shape legend: ... any leading axes, M rows in all of them, K inner width, F hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import gemm
+from stretto.layers.kernels.activation import geglu_reference, geglu_triton, gelu_tanh_reference, gelu_tanh_triton
+from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+
+def linear_geglu_reference(x: Tensor, weight_2FK: Tensor) -> Tensor:
+    """Return gelu(x @ gate.T) * (x @ up.T) for x [..., K] and a weight [2 F, K], gate first; [..., F]."""
+    return geglu_reference(linear(x, weight_2FK))
+
+
+def linear_gelu_reference(x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
+    """Return gelu(x @ weight.T + bias) in its tanh form for x [..., K]; [..., F]."""
+    return gelu_tanh_reference(linear(x, weight_FK, bias_F))
+
+
+def linear_geglu_triton(x: Tensor, weight_2FK: Tensor) -> Tensor:
+    return run_geglu(_choice("linear_geglu", x, weight_2FK, weight_2FK.shape[0] // 2), x, weight_2FK)
+
+
+def linear_gelu_triton(x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
+    return run_gelu(_choice("linear_gelu", x, weight_FK, weight_FK.shape[0]), x, weight_FK, bias_F)
+
+
+def _choice(op: str, x: Tensor, weight: Tensor, hidden: int) -> Config | None:
+    key = (x.numel() // x.shape[-1], x.shape[-1], hidden)
+    return tuned(op, key, x.dtype, x.device) if gemm.takes(x, weight) else None
+
+
+def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
+    """Run one choice; None is the rule. A product in parts keeps each call at a size that cuBLAS has a good tile for."""
+    if choice is None or choice["impl"] == "cublas":
+        return _in_parts(choice, x, lambda part: geglu_triton(linear(part, weight_2FK)))
+    return gemm.gemm(x, weight_2FK, None, gemm.GEGLU, Tiling.of(choice))
+
+
+def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
+    """Run one choice; None is the rule. `cublas_gelu` is cuBLAS with its own epilogue."""
+    if choice is None or choice["impl"] == "cublas":
+        return gelu_tanh_triton(linear(x, weight_FK, bias_F))
+    if choice["impl"] == "cublas_gelu":
+        flat: Tensor = torch._addmm_activation(bias_F, x.flatten(0, -2), weight_FK.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], -1)
+    return gemm.gemm(x, weight_FK, bias_F, gemm.GELU, Tiling.of(choice))
+
+
+def _in_parts(choice: Config | None, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    parts = 1 if choice is None else int(choice.get("parts", 1))
+    if parts == 1:
+        return run(x)
+    flat = x.flatten(0, -2)
+    return torch.cat([run(part) for part in flat.chunk(parts)]).view(*x.shape[:-1], -1)
+
+
+def _tilings(key: Key, *, gated: bool) -> list[Config]:
+    rows, _, hidden = key
+    blocks = [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8)] if gated else [(128, 128, 64, 4, 8), (128, 256, 64, 3, 8)]
+    if gated:
+        blocks += [(256, 64, 64, 4, 8), (128, 64, 64, 4, 4)]
+    else:
+        blocks += [(256, 128, 64, 3, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4)]
+    groups = (8,) if rows <= 1024 else (8, 16)
+    return [
+        Tiling(m, n, k, stages, warps, group, persistent).config
+        for m, n, k, stages, warps in blocks
+        if n <= hidden
+        for group in groups
+        for persistent in (1, 0)
+    ]
+
+
+def _geglu_candidates(key: Key) -> list[Config]:
+    parts: list[Config] = [{"impl": "cublas", "parts": n} for n in (1, 2, 4) if n == 1 or key[0] // n >= 4096]
+    return [*parts, *_tilings(key, gated=True)]
+
+
+def _gelu_candidates(key: Key) -> list[Config]:
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, gated=False)]
+
+
+def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    rows, inner, hidden = key
+    x = torch.randn(rows, inner, dtype=dtype, device=device)
+    return x, torch.randn(2 * hidden, inner, dtype=dtype, device=device) * inner**-0.5
+
+
+def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    rows, inner, hidden = key
+    x = torch.randn(rows, inner, dtype=dtype, device=device)
+    return (
+        x,
+        torch.randn(hidden, inner, dtype=dtype, device=device) * inner**-0.5,
+        torch.randn(hidden, dtype=dtype, device=device),
+    )
+
+
+linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
+linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
+TUNABLES = (
+    Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4)}, _geglu_candidates, _geglu_inputs, run_geglu),
+    Tunable(
+        "linear_gelu", {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "triton")}, _gelu_candidates, _gelu_inputs, run_gelu
+    ),
+)

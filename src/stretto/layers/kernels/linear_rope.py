@@ -1,0 +1,276 @@
+"""The QKV product of a prefix with what follows it: heads are rotated, keys and values go straight to their arena.
+
+Cosines and sines are a table of the call's tokens, which all layers share. Either one kernel does it all on the accumulator,
+or cuBLAS makes the product and a pass rotates and writes; which of them at a shape is a measured choice.
+
+Shape legend: B rows, T tokens, M = B T, D inner width, C = (H + 2 K) d columns of q, k and v side by side, H query heads,
+K key/value heads, d head size, h = d / 2, S arena slots, P arena tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import gemm
+from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
+from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
+
+def rotary_table(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the tokens, each [B, T, h] in fp32 and dense."""
+    cos, sin = rotary_angles(positions_BT, head_dim, theta)
+    return cos.squeeze(2).contiguous(), sin.squeeze(2).contiguous()
+
+
+def linear_rope_write_reference(
+    x_BTD: Tensor,
+    weight_CD: Tensor,
+    table: tuple[Tensor, Tensor],
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    """Return rotated queries [B, T, H, d] of x @ weight.T; rotated keys, and values, are written to the first T tokens.
+
+    Rows that share a slot (padding) leave it with undefined contents. `table` is of `rotary_table`.
+    """
+    kv_heads, head_dim = k_arena_SPKd.shape[-2:]
+    q, k, v = split_qkv(linear(x_BTD, weight_CD), heads, kv_heads, head_dim)
+    cos, sin = (x[:, :, None] for x in table)
+    tokens = x_BTD.shape[1]
+    k_arena_SPKd[slots_B, :tokens] = rotate(k, cos, sin).to(k_arena_SPKd.dtype)
+    v_arena_SPKd[slots_B, :tokens] = v.to(v_arena_SPKd.dtype)
+    return rotate(q, cos, sin)
+
+
+@jit
+def _rotate_write_kernel(
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    v_out: tl.tensor,
+    tokens: tl.tensor,
+    k_slot: tl.tensor,
+    k_t: tl.tensor,
+    v_slot: tl.tensor,
+    v_t: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    await_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    column = pair < HALF
+    inside = (head < HEADS + 2 * KV_HEADS) & column
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + pair
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned = head < HEADS + KV_HEADS
+    c = tl.where(turned, tl.load(cos + row * HALF + pair, mask=column, other=1.0), 1.0)
+    s = tl.where(turned, tl.load(sin + row * HALF + pair, mask=column, other=0.0), 0.0)
+    new_low, new_high = (low * c - high * s).to(q_out.dtype.element_ty), (high * c + low * s).to(q_out.dtype.element_ty)
+    q_at = q_out + (row * HEADS + head) * (2 * HALF) + pair
+    tl.store(q_at, new_low, mask=inside & (head < HEADS))
+    tl.store(q_at + HALF, new_high, mask=inside & (head < HEADS))
+    page, t = tl.load(slots + row // tokens).to(tl.int64), row % tokens
+    is_k, is_v = turned & (head >= HEADS), head >= HEADS + KV_HEADS
+    k_at = k_out + page * k_slot + t * k_t + (head - HEADS) * (2 * HALF) + pair
+    tl.store(k_at, new_low, mask=inside & is_k)
+    tl.store(k_at + HALF, new_high, mask=inside & is_k)
+    v_at = v_out + page * v_slot + t * v_t + (head - HEADS - KV_HEADS) * (2 * HALF) + pair
+    tl.store(v_at, new_low, mask=inside & is_v)
+    tl.store(v_at + HALF, new_high, mask=inside & is_v)
+
+
+@jit
+def _linear_rope_kernel(
+    x: tl.tensor,
+    w: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    v_out: tl.tensor,
+    rows: tl.tensor,
+    tokens: tl.tensor,
+    inner: tl.tensor,
+    k_slot: tl.tensor,
+    k_t: tl.tensor,
+    v_slot: tl.tensor,
+    v_t: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+) -> None:
+    PARTS: tl.constexpr = HALF // BLOCK_N
+    across: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
+    down = tl.cdiv(rows, BLOCK_M)
+    steps = tl.cdiv(inner, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
+        strip = tile // (GROUP * across)
+        height = tl.minimum(down - strip * GROUP, GROUP)
+        within = tile - strip * GROUP * across
+        m = (strip * GROUP + within % height) * BLOCK_M
+        head, part = within // height // PARTS, within // height % PARTS
+        n = head * 2 * HALF + part * BLOCK_N
+        low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            x_tile = x.load([m, step * BLOCK_K])
+            low = tl.dot(x_tile, w.load([n, step * BLOCK_K]).T, low)
+            high = tl.dot(x_tile, w.load([n + HALF, step * BLOCK_K]).T, high)
+        row = (m + tl.arange(0, BLOCK_M)).to(tl.int64)
+        pair = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        inside = (row < rows)[:, None]
+        at = row[:, None] * HALF + pair
+        turned = inside & (head < HEADS + KV_HEADS)
+        c = tl.load(cos + at, mask=turned, other=1.0)
+        s = tl.load(sin + at, mask=turned, other=0.0)
+        new_low = (low * c - high * s).to(q_out.dtype.element_ty)
+        new_high = (high * c + low * s).to(q_out.dtype.element_ty)
+        if head < HEADS:
+            q_at = q_out + (row * HEADS + head)[:, None] * (2 * HALF) + pair
+            tl.store(q_at, new_low, mask=inside)
+            tl.store(q_at + HALF, new_high, mask=inside)
+        else:
+            page, t = tl.load(slots + row // tokens, mask=row < rows, other=0).to(tl.int64), row % tokens
+            kept = head - HEADS
+            if kept < KV_HEADS:
+                k_at = k_out + (page * k_slot + t * k_t + kept * 2 * HALF)[:, None] + pair
+                tl.store(k_at, new_low, mask=inside)
+                tl.store(k_at + HALF, new_high, mask=inside)
+            else:
+                v_at = v_out + (page * v_slot + t * v_t + (kept - KV_HEADS) * 2 * HALF)[:, None] + pair
+                tl.store(v_at, new_low, mask=inside)
+                tl.store(v_at + HALF, new_high, mask=inside)
+
+
+def linear_rope_write_triton(
+    x_BTD: Tensor,
+    weight_CD: Tensor,
+    table: tuple[Tensor, Tensor],
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    rows = x_BTD.shape[0] * x_BTD.shape[1]
+    key = (rows, x_BTD.shape[2], heads, *k_arena_SPKd.shape[-2:])
+    choice = tuned("linear_rope_write", key, x_BTD.dtype, x_BTD.device) if gemm.takes(x_BTD, weight_CD) else None
+    return run(choice, x_BTD, weight_CD, *table, k_arena_SPKd, v_arena_SPKd, slots_B, heads)
+
+
+def run(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Run one choice; None is the rule. `rest` is cosines, sines, arenas, slots and the number of query heads."""
+    if choice is None or choice["impl"] == "cublas":
+        return _pass(linear(x, weight), *rest)
+    return _fused(Tiling.of(choice), x, weight, *rest)
+
+
+def _pass(
+    qkv_BTC: Tensor, cos: Tensor, sin: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, heads: int
+) -> Tensor:
+    (batch, tokens), (kv_heads, head_dim) = qkv_BTC.shape[:2], k_arena_SPKd.shape[-2:]
+    q = torch.empty(batch, tokens, heads, head_dim, dtype=qkv_BTC.dtype, device=qkv_BTC.device)
+    overlap = overlaps(qkv_BTC)
+    _rotate_write_kernel[(batch * tokens,)](
+        qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
+        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
+        HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_of(heads + 2 * kv_heads),
+        BLOCK_HALF=block_of(head_dim // 2), OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+    )  # fmt: skip
+    return q
+
+
+def _fused(
+    t: Tiling,
+    x_BTD: Tensor,
+    weight_CD: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    heads: int,
+) -> Tensor:
+    (batch, tokens, inner), (kv_heads, head_dim) = x_BTD.shape, k_arena_SPKd.shape[-2:]
+    rows = batch * tokens
+    q = torch.empty(batch, tokens, heads, head_dim, dtype=x_BTD.dtype, device=x_BTD.device)
+    tiles = cdiv(rows, t.block_m) * weight_CD.shape[0] // (2 * t.block_n)
+    _linear_rope_kernel[(min(tiles, multiprocessors(x_BTD)) if t.persistent else tiles,)](
+        TensorDescriptor.from_tensor(x_BTD.view(rows, inner), [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(weight_CD, [t.block_n, t.block_k]),
+        cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
+        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
+        HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+        GROUP=t.group, PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return q
+
+
+def _supports(
+    x_BTD: Tensor, weight_CD: Tensor, table: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots_B: Tensor, **_: int
+) -> bool:
+    """The kernels take heads that lie side by side in one token, all in one dtype."""
+    dense = all(a.stride(-1) == 1 and a.stride(-2) == a.shape[-1] and a.dtype == x_BTD.dtype for a in (k, v))
+    return dense and x_BTD.is_contiguous() and all(a.is_contiguous() for a in table)
+
+
+def _candidates(key: Key) -> list[Config]:
+    half = key[4] // 2
+    blocks = [
+        (128, 128, 64, 4, 8),
+        (128, 128, 64, 3, 8),
+        (64, 128, 64, 4, 4),
+        (64, 128, 64, 2, 4),
+        (128, 64, 64, 3, 4),
+        (128, 64, 64, 4, 8),
+    ]
+    found: list[Config] = [{"impl": "cublas"}]
+    found += [Tiling(m, n, k, s, w, 8, p).config for m, n, k, s, w in blocks if half % n == 0 for p in (0, 1)]
+    return found
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    rows, inner, heads, kv_heads, head_dim = key
+    columns = (heads + 2 * kv_heads) * head_dim
+    arenas = torch.zeros(2, 1, 4, rows, kv_heads, head_dim, dtype=dtype, device=device)
+    positions = torch.arange(rows, device=device)[None] % 1000
+    x = torch.randn(1, rows, inner, dtype=dtype, device=device)
+    weight = torch.randn(columns, inner, dtype=dtype, device=device) * inner**-0.5
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    return x, weight, *rotary_table(positions, head_dim, 1e4), arenas[0][:, 1], arenas[1][:, 1], slots, heads
+
+
+linear_rope_write = FusedOp(linear_rope_write_reference, linear_rope_write_triton, supports=_supports)
+TUNABLES = (Tunable("linear_rope_write", gemm.FIELDS, _candidates, _inputs, run),)
