@@ -2,6 +2,7 @@
 
     python benchmarks/load_sim.py --costs benchmarks/results/load_h200.json
     python benchmarks/load_sim.py --costs ... --plans per_visit,joined,stages,whole --caps 4,8,16 --every-size
+    python benchmarks/load_sim.py --costs ... --single-ms 29.6      # a server of that speed, one request at a time
 
 The costs are those that a run of `load.py` wrote. A simulated device runs batches one after the other, the host hands one
 batch over while another runs, and costs vary by a share of themselves. It shows what a policy makes of the costs: the largest
@@ -295,6 +296,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plans", default="per_visit,stages,whole")
     parser.add_argument("--caps", default="8,16")
     parser.add_argument("--every-size", action="store_true", help="as if each batch size had a graph of its own")
+    parser.add_argument(
+        "--single-ms", type=float, nargs="*", default=[], help="also servers of one request at a time that take this long"
+    )
     parser.add_argument("--seconds", type=float, default=16.0)
     parser.add_argument("--noise", type=float, default=0.02, help="share by which costs vary")
     parser.add_argument("--out", type=Path)
@@ -306,11 +310,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     demand = Demand(**{name: getattr(options, name) for name in asdict(Demand())})
-    costs_ms = json.loads(options.costs.read_text())["costs_ms"]
-    single = Case(line(costs_ms, "whole", 1), demand, single=True, noise=options.noise)
+    saved = json.loads(options.costs.read_text())
+    costs_ms = saved["costs_ms"]
+    own_ms = saved.get("single_flight_ms")
+    alone = Line((0,), {0: (own_ms / 1e3 - HOST_S,)}, 1) if own_ms else line(costs_ms, "whole", 1)
+    cases = {"single_flight": Case(alone, demand, single=True, noise=options.noise)}
+    for ms in options.single_ms:
+        cases[f"single_flight of {ms:g} ms"] = Case(Line((0,), {0: (ms / 1e3,)}, 1), demand, single=True, noise=options.noise)
     if options.every_size:
         costs_ms = {stage: every_size(table) for stage, table in costs_ms.items()}
-    cases = {"single_flight": single}
     for plan in options.plans.split(","):
         for cap in (int(c) for c in options.caps.split(",")):
             cases[f"{plan}, at most {cap}"] = Case(line(costs_ms, plan, cap), demand, noise=options.noise)

@@ -10,7 +10,6 @@ process, so the robots' own cost is in the numbers of both. Options and rules ar
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from fleet import Demand
-from load import MISSES, SETS, Search, compare
+from load import MISSES, SETS, Report, Search, compare, write_traces
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import RefusedError
@@ -98,7 +97,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cap", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--overload", type=float, default=1.5)
+    parser.add_argument("--overload", default="1.5,2")
     parser.add_argument("--most", type=int, default=128)
     for name, value in asdict(Demand()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
@@ -111,21 +110,17 @@ def main() -> None:
     ours = Served("deadline_limited", options.checkpoint, PolicyOptions(**common, max_batch=options.cap), tell_deadline=True)
     theirs = Served("single_flight", options.checkpoint, single, tell_deadline=False)
     search = Search(demand, observations(ours.schema), options.seconds, options.most)
-    found = compare(search, (ours, theirs), options.overload, options.traces, ours.horizon)
+    fixed = {
+        **provenance(resolve_device(options.device)),
+        **{name: getattr(options, name) for name in ("checkpoint", "cap", "seconds")},
+        "rule": f"at most {100 * MISSES:g} % of requests late, refused or superseded",
+    }
+    report = Report(fixed, options.out)
+    asked = compare(search, (ours, theirs), (1, 1), [float(f) for f in options.overload.split(",")], report)
+    write_traces(asked, demand, ours.horizon, options.traces)
     ours.close()
     theirs.close()
-    result = {
-        **provenance(resolve_device(options.device)),
-        "checkpoint": options.checkpoint,
-        "cap": options.cap,
-        "demand": asdict(demand) | {"control_hz": demand.control_hz, "period_ms": 1e3 * demand.period_s},
-        "rule": f"at most {100 * MISSES:g} % of requests late, refused or superseded",
-        **found,
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+    print(report.save())
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import fleet
@@ -129,13 +131,56 @@ def test_a_fleet_beyond_the_limit_is_refused_with_reasons_and_the_rest_is_on_tim
     assert found["refused"].get("deadline", 0) > 0
 
 
-def test_the_search_ends_at_the_largest_fleet_that_holds() -> None:
-    class Known(load.Search):
-        def trial(self, server: Any, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Any]]:
-            return {"robots": robots, "missed": 0.0 if robots <= 11 else 0.5, "goodput_chunks_s": 1.0}, []
+class Known(load.Search):
+    """Holds up to eleven robots in a short run, and up to ten in a long one."""
 
+    def trial(self, server: Any, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Any]]:
+        most = 11 if seconds is None else 10
+        return {"robots": robots, "missed": 0.0 if robots <= most else 0.5, "goodput_chunks_s": 10.0 * min(robots, most)}, []
+
+
+@pytest.mark.parametrize("guess", [1, 7, 11, 12, 40])
+def test_the_search_ends_at_the_largest_fleet_that_is_confirmed_wherever_it_begins(guess: int) -> None:
     nothing: Sequence[Inputs] = []
-    best, tried = Known(fleet.Demand(), nothing, 1.0).largest(Scripted())
-    assert best["robots"] == 11
-    assert [t["robots"] for t in tried] == [1, 2, 4, 8, 16, 12, 10, 11]
-    json.dumps(tried)
+    best, tried, _ = Known(fleet.Demand(), nothing, 1.0, most=64).largest(Scripted(), guess)
+    assert best["robots"] == 10
+    assert {11, 12} <= {t["robots"] for t in tried}
+    assert len(tried) <= 8
+
+
+def test_a_search_beyond_the_most_robots_ends_there() -> None:
+    nothing: Sequence[Inputs] = []
+    assert Known(fleet.Demand(), nothing, 1.0, most=6).largest(Scripted(), 3)[0]["robots"] == 6
+
+
+@pytest.mark.parametrize("text", ["10:5", "10:5:100:1", "0:5:100", "10:0:100", "10:5:nan", "ten:5:100", "inf:5:100"])
+def test_a_demand_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        load.read_demand(text)
+
+
+def test_one_call_compares_both_servers_under_every_demand_and_overload(tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
+    short = [
+        "--seconds",
+        "0.3",
+        "--most",
+        "3",
+        "--cap",
+        "2",
+        "--demand",
+        "5:5:5000",
+        "--demand",
+        "4:10:5000",
+        "--overload",
+        "2",
+    ]
+    load.main(["--model", "tiny", "--device", "cpu", *short, "--out", str(out), "--traces", str(tmp_path)])
+    found = json.loads(out.read_text())
+    assert [row["demand"]["chunks_hz"] for row in found["demands"]] == [5.0, 4.0]
+    for row in found["demands"]:
+        for server in ("deadline_limited", "single_flight"):
+            assert row[server]["largest"]["robots"] >= 1
+            assert row[server]["overload"]["2"]["goodput_kept"] > 0
+            assert isinstance(row[server]["overload"]["2"]["refused"], dict)
+    assert len(list(tmp_path.glob("load_*_trace.jsonl"))) == 4
