@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,7 @@ from stretto.deploy.models import build_preset
 from stretto.deploy.profile import SAMPLE
 from stretto.deploy.provenance import commit
 from stretto.deploy.worlds import NAMES, RandomWorld, config_of
-from stretto.layers.tuning import (
-    Config,
-    Entry,
-    Key,
-    Table,
-    Tunable,
-    choices,
-    device_name,
-    dtype_name,
-    load_table,
-    tunables,
-    user_tables,
-)
+from stretto.layers.tuning import Config, Entry, Key, Table, Tunable, choices, device_name, load_table, tunables, user_tables
 from stretto.models.wan_config import WanConfig
 from stretto.runtime.graphs import Graphs
 from stretto.runtime.profiler import SETS, Bench, stage_segments
@@ -73,7 +62,7 @@ def tune_model(options: TuneOptions, said: Callable[[Row], None] = lambda row: N
     dtype = resolve_dtype(options.dtype, device)
     name = device_name(device)
     path = options.out or user_tables() / f"{name.lower().replace(' ', '-')}.json"
-    table = _table_at(path, name)
+    table = table_at(path, name)
     end = time.monotonic() + options.seconds
     wanted = wanted_by(options, device, dtype)
     rows: list[Row] = []
@@ -87,7 +76,7 @@ def tune_model(options: TuneOptions, said: Callable[[Row], None] = lambda row: N
     return {"table": str(path), "device": name, "commit": commit(), "torch": table.torch, "triton": table.triton, "rows": rows}
 
 
-def _table_at(path: Path, device: str) -> Table:
+def table_at(path: Path, device: str) -> Table:
     """Return the table of a file, or an empty one for this device and these versions."""
     here = Table(device, torch.__version__, _triton(), ())
     if not path.exists():
@@ -159,7 +148,7 @@ def measured(wanted: Sequence[Wanted], device: torch.device, end: float) -> Iter
         timed = {name: us for name, us in results.items() if isinstance(us, float)}
         row |= {"rule_us": rule_us, "choices": results}
         if not timed or not isinstance(rule_us, float):
-            yield row | {"left": "nothing could be timed"}, None
+            yield row | {"left": "it could not be timed"}, None
             continue
         best = min(timed, key=lambda name: timed[name])
         config = next(c for c in tunables()[op].candidates(key) if named(c) == best)
@@ -173,15 +162,17 @@ def named(config: Config) -> str:
 def _race(tunable: Tunable, key: Key, dtype: torch.dtype, device: torch.device, end: float) -> dict[str, Any]:
     """Return microseconds of the rule and of every choice by its name; a choice that fails has the text of its error."""
     first = tunable.inputs(key, dtype, device)
-    wanted = tunable.run(None, *first)
-    runs: dict[str, Callable[..., Any]] = {"rule": lambda *x: tunable.run(None, *x)}
+    try:
+        wanted = tunable.run(None, *first)
+    except Exception as e:  # an op that this device cannot run must not cost the others their figures
+        return {"rule": _said(e)}
+    runs = {"rule": partial(tunable.run, None)} | {named(c): partial(tunable.run, c) for c in tunable.candidates(key)}
     results: dict[str, Any] = {}
-    for config in tunable.candidates(key):
-        runs[named(config)] = lambda *x, config=config: tunable.run(config, *x)
     with ThreadPoolExecutor(COMPILERS if device.type == "cuda" else 1) as pool:
         tried = {name: pool.submit(_tried, run, first, wanted) for name, run in runs.items()}
         for name, error in tried.items():
-            if (text := error.result()) is not None:
+            # Once more by itself: not every compiler is at ease with threads.
+            if error.result() is not None and (text := _tried(runs[name], first, wanted)) is not None:
                 results[name] = text
     sets = [first, *(tunable.inputs(key, dtype, device) for _ in range(_sets(first) - 1))]
     for name, run in runs.items():
@@ -200,8 +191,12 @@ def _tried(run: Callable[..., Any], inputs: tuple[Any, ...], wanted: Any) -> str
                 if not error < 2e-2:
                     return f"wrong: off by {error:.3g} of the largest value"
     except Exception as e:  # one choice that does not compile must not cost the others their figures
-        return f"{type(e).__name__}: {e}"[:400]
+        return _said(e)
     return None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -219,10 +214,15 @@ def time_us(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: to
         return _host_us(run, sets)
     with torch.inference_mode(), torch.cuda.device(device):
         graphs = Graphs(device)
-        once = _replay_ms(graphs.capture_at_rest(lambda: [run(*x) for x in sets])) / len(sets)
+        once = _replay_ms(graphs.capture_at_rest(partial(_go_round, run, sets, len(sets)))) / len(sets)
         calls = len(sets) * max(1, min(8, int(REPLAY_MS / max(once * len(sets), 1e-3))))
-        graph = graphs.capture_at_rest(lambda: [run(*sets[i % len(sets)]) for i in range(calls)])
+        graph = graphs.capture_at_rest(partial(_go_round, run, sets, calls))
         return statistics.median(_replay_ms(graph) for _ in range(7)) * 1e3 / calls
+
+
+def _go_round(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> None:
+    for i in range(calls):
+        run(*sets[i % len(sets)])
 
 
 def _host_us(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
@@ -241,6 +241,3 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
-
-
-__all__ = ["TuneOptions", "dtype_name", "measured", "time_us", "tune_model", "wanted_by"]

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from stretto.layers.kernels import gelu_tanh, rms_norm
 from stretto.layers.kernels.level_norm import level_layer_norm
-from stretto.layers.kernels.linear_gelu import linear_gelu
+from stretto.layers.kernels.linear_activation import linear_gelu
 from stretto.layers.kernels.renoise import unpatchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.wan_config import WanConfig

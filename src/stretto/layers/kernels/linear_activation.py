@@ -1,6 +1,7 @@
 """A linear layer with the activation that follows it: one kernel, or a cuBLAS product and a pass over its result.
 
-Which of them runs at a shape is a measured choice (`layers.tuning`); without one it is cuBLAS and a pass.
+Which of them runs at a shape is a measured choice (`layers.tuning`). Without one it is cuBLAS, which has an epilogue for GELU
+and none for GeGLU. In an epilogue the activation sees sums before they are rounded to x's dtype.
 
 Shape legend: ... any leading axes, M rows in all of them, K inner width, F hidden width.
 """
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.activation import geglu_reference, geglu_triton, gelu_tanh_reference, gelu_tanh_triton
+from stretto.layers.kernels.activation import geglu, geglu_reference, gelu_tanh, gelu_tanh_reference
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -46,15 +47,15 @@ def _choice(op: str, x: Tensor, weight: Tensor, hidden: int) -> Config | None:
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
     """Run one choice; None is the rule. A product in parts keeps each call at a size that cuBLAS has a good tile for."""
     if choice is None or choice["impl"] == "cublas":
-        return _in_parts(choice, x, lambda part: geglu_triton(linear(part, weight_2FK)))
+        return _in_parts(choice, x, lambda part: geglu(linear(part, weight_2FK)))
     return gemm.gemm(x, weight_2FK, None, gemm.GEGLU, Tiling.of(choice))
 
 
 def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
     """Run one choice; None is the rule. `cublas_gelu` is cuBLAS with its own epilogue."""
-    if choice is None or choice["impl"] == "cublas":
-        return gelu_tanh_triton(linear(x, weight_FK, bias_F))
-    if choice["impl"] == "cublas_gelu":
+    if choice is not None and choice["impl"] == "cublas":
+        return gelu_tanh(linear(x, weight_FK, bias_F))
+    if choice is None or choice["impl"] == "cublas_gelu":
         flat: Tensor = torch._addmm_activation(bias_F, x.flatten(0, -2), weight_FK.t(), use_gelu=True)
         return flat.view(*x.shape[:-1], -1)
     return gemm.gemm(x, weight_FK, bias_F, gemm.GELU, Tiling.of(choice))

@@ -1,0 +1,137 @@
+"""Time the kernels of pi0.5's image tower and prefix, choice by choice, then both stages without and with the fastest ones.
+
+    python benchmarks/prefix_vision.py --out prefix_vision.json --table h200.json [--batch 1,4,32,8] [--seconds 100] [--small]
+
+Every choice is checked against what the op's own rule runs before it is timed; beside a fused product stands cuBLAS alone,
+its floor. The table can be given to STRETTO_KERNEL_TABLE. `--small` tries the script on any device at a toy's shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from stretto.deploy.bench import sized_inputs
+from stretto.deploy.models import build_preset
+from stretto.deploy.provenance import provenance
+from stretto.deploy.tune import Wanted, measured, table_at, time_us
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import attention, linear_geglu, linear_gelu, linear_rope_write, prefix_attention
+from stretto.layers.tuning import choices, device_name, tunables
+from stretto.models.pi0 import tiny
+from stretto.models.pi0_config import Pi0Config
+from stretto.runtime.profiler import Bench, stage_segments
+
+OPS: tuple[FusedOp[Any, Any], ...] = (prefix_attention, linear_geglu, linear_gelu, linear_rope_write, attention)
+
+
+def shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted]:
+    """Yield the shapes of one batch size, those with most to win first."""
+    language, vision, prefix = c.language, c.vision, c.image_tokens + prompt
+    rows, patches, images = batch * prefix, batch * c.image_tokens, batch * c.cameras
+    heads = (language.heads, language.kv_heads, language.head_dim)
+    yield "linear_geglu", (rows, language.width, language.mlp), dtype
+    yield "prefix_attention", (batch, prefix, prefix, *heads, 1), dtype
+    yield "linear_gelu", (patches, vision.width, vision.mlp), dtype
+    size = vision.width // vision.heads
+    yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
+    yield "linear_rope_write", (rows, language.width, *heads), dtype
+
+
+def floor_us(wanted: Wanted, device: torch.device) -> float | None:
+    """Time the bare product of a fused one; inputs of such an op begin with x and the weight."""
+    op, key, dtype = wanted
+    if not op.startswith("linear"):
+        return None
+    make = tunables()[op].inputs
+    sets = [make(key, getattr(torch, dtype), device) for _ in range(4 if key[0] < 10_000 else 2)]
+    return time_us(lambda x, weight, *_: linear(x, weight), sets, device)
+
+
+def stages(model: Any, batch: int, prompt: int, device: torch.device, n: int) -> dict[str, float]:
+    """Return p50 of the vision and the prefix stage in ms."""
+    bench = Bench(model, device, "graph" if device.type == "cuda" else "eager", batch)
+    bench.load(sized_inputs(model, batch, prompt))
+    lengths = {"prompt": prompt}
+    found = {}
+    for name, (segment, _) in stage_segments(model).items():
+        if name in ("vision", "prefix"):
+            found[name] = round(bench.segment(segment, lengths, warmup=3, n=n).p50, 4)
+    return found
+
+
+class Report:
+    """Rows, printed and written as they come."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path, self.content = path, {**provenance(device), "rows": []}
+
+    def add(self, row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        self.content["rows"].append(row)
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def attempt(self, head: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
+        """Add a row with the outcome of `work`, or with the text of its error."""
+        try:
+            self.add(head | work())
+        except Exception as e:  # one failing case must not hide the others
+            self.add(head | {"error": f"{type(e).__name__}: {e}"[:1000]})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--table", type=Path, required=True, help="table of choices to write, or to go on with")
+    parser.add_argument("--batch", default="1,4,32,8", help="batch sizes, with commas, in the order of their turn")
+    parser.add_argument("--prompt", type=int, help="prompt tokens; the longest by default")
+    parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
+    parser.add_argument("--only", default="", help="tune only ops whose name contains this")
+    parser.add_argument("--no-tune", action="store_true", help="only the stages")
+    parser.add_argument("--small", action="store_true", help="a toy model, on any device")
+    args = parser.parse_args()
+    begin = time.monotonic()
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    dtype = "float32" if args.small and device.type == "cpu" else "bfloat16"
+    report = Report(args.out, device)
+    report.content["triton_ops"] = {op.name: op.implementation(device) for op in OPS}
+    model: Any = tiny()[0] if args.small else build_preset("pi0.5", device=str(device), dtype=dtype)
+    prompt = args.prompt or model.config.tokenizer_max_length
+    batches = [int(b) for b in args.batch.split(",")]
+    report.add({"case": "model built", "s": round(time.monotonic() - begin, 1)})
+
+    table = table_at(args.table, device_name(device))
+    order = [w for batch in batches for w in shapes(model.config, batch, prompt, dtype) if args.only in w[0]]
+    for wanted in [] if args.no_tune else order:
+        # A quarter of the time is for the stages.
+        for row, entry in measured([wanted], device, begin + 0.75 * args.seconds):
+            if entry is not None:
+                table = table.merged(replace(table, entries=(entry,)))
+                table.save(args.table)
+            us = None if "left" in row else floor_us(wanted, device)
+            report.add(row if us is None else row | {"floor_us": round(us, 2)})
+    for batch in batches:
+        for name, env in (("rule", {}), ("table", {"STRETTO_KERNEL_TABLE": str(args.table)})):
+            os.environ.pop("STRETTO_KERNEL_TABLE", None)
+            os.environ.update(env if args.table.is_file() else {})
+            choices.cache_clear()
+            if time.monotonic() - begin < args.seconds:
+                n = 30 if batch < 8 else 8
+                work = lambda batch=batch, n=n: stages(model, batch, prompt, device, n)  # noqa: E731
+                report.attempt({"case": "stages", "batch": batch, "prompt": prompt, "choices": name}, work)
+    report.content["kernels"] = choices(device).report()
+    report.add({"case": "end", "s": round(time.monotonic() - begin, 1)})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
