@@ -13,18 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
+from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
 from stretto.layers.kernels.rope import rope
+from stretto.layers.kernels.stream import close_stream, open_stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import GemmaDims, Pi0Config
 from stretto.models.pi0_vision import VisionTower
@@ -52,6 +56,13 @@ class Condition:
     rows: Tensor | None = None
 
 
+class Rotary(TypedDict):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+
+
 class GemmaBlock(nn.Module):
     """Projections of one layer. With `kv_only`, those of a layer of which nothing but keys and values is used."""
 
@@ -66,15 +77,12 @@ class GemmaBlock(nn.Module):
             self.gate_up = FusedLinear(dims.width, {"gate_proj": dims.mlp, "up_proj": dims.mlp}, dtype=dtype)
             self.down = nn.Linear(dims.mlp, dims.width, bias=False, dtype=dtype)
 
+    @property
+    def rotary(self) -> Rotary:
+        return {"heads": self.heads, "kv_heads": self.dims.kv_heads, "head_dim": self.dims.head_dim, "theta": self.theta}
+
     def rotated(self, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return rope(
-            self.qkv(x),
-            positions_BT,
-            heads=self.heads,
-            kv_heads=self.dims.kv_heads,
-            head_dim=self.dims.head_dim,
-            theta=self.theta,
-        )
+        return rope(self.qkv(x), positions_BT, **self.rotary)
 
     def mlp(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(linear_geglu(x, self.gate_up.weight))
@@ -146,6 +154,12 @@ class Prefix(nn.Module):
 class ExpertNorms(Protocol):
     """The norms of the expert's residual stream, numbered in the order in which a forward meets them."""
 
+    @property
+    def eps(self) -> float: ...
+    def lines(self, index: int) -> Modulation:
+        """Return scale, shift and gate of norm `index`; the gate is that of what is added after it."""
+        ...
+
     def first(self, residual: Tensor) -> Tensor: ...
     def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
@@ -156,6 +170,9 @@ class ExpertNorms(Protocol):
 class PlainNorms:
     weights: nn.ParameterList
     eps: float
+
+    def lines(self, index: int) -> Modulation:
+        return Modulation(self.weights[index][None], scale_only=True)
 
     def first(self, residual: Tensor) -> Tensor:
         return rms_norm(residual, self.weights[0], self.eps)
@@ -187,6 +204,9 @@ RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
 class Expert(nn.Module):
     """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
 
+    few_rows = 512
+    """Up to this many suffix tokens in all, layers run as five kernels around products of few rows."""
+
     def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
@@ -196,28 +216,57 @@ class Expert(nn.Module):
 
     def forward(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
         """Return the normed last hidden states in fp32, [B, S, D]."""
+        if self._streams(residual_BSD):
+            return self._streamed(residual_BSD, norms, prefix)
         tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
         positions_BS = prefix.suffix_start_B[:, None] + tokens
-        residual = residual_BSD
+        residual, blocks = residual_BSD, self._layers()
         x = norms.first(residual).to(self.dtype)
-        for i, block in enumerate(b for b in self.blocks if isinstance(b, GemmaBlock)):
+        for i, block in enumerate(blocks):
             q, k, v = block.rotated(x, positions_BS)
-            attended = prefix_attention(
-                q,
-                prefix.k_SNPKd[:, i],
-                prefix.v_SNPKd[:, i],
-                prefix.slots_B,
-                key_mask_BP=prefix.mask_BP,
-                length_B=prefix.length_B,
-                k_suffix_BTKd=k,
-                v_suffix_BTKd=v,
-                suffix_lead=self.lead,
-            )
-            x, residual = norms.add(2 * i + 1, residual, block.out(attended.flatten(2)))
+            x, residual = norms.add(2 * i + 1, residual, block.out(self._attend(i, prefix, q, k, v)))
             y = block.mlp(x)
-            last = i == len(self.blocks) - 1
-            x, residual = norms.add(2 * i + 2, residual, y.float() if last else y)
+            x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x
+
+    def _streamed(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
+        """Run the same layers with norms folded into the products behind them, and sums into those before."""
+        stream, blocks, eps = open_stream(residual_BSD, norms.lines(0), self.dtype), self._layers(), norms.eps
+        batch, tokens, width = residual_BSD.shape
+        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=residual_BSD.device)
+        for i, block in enumerate(blocks):
+            first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
+            read, heads = (stream.scaled_BRD, stream.squares_MP), (block.heads, block.dims.kv_heads, block.dims.kv_heads)
+            qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
+            y = self._attend(i, prefix, *qkv.split(heads, dim=2))
+            stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
+            y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
+            dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
+            stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
+        return close_stream(stream.scaled_BRD, stream.squares_MP, norms.lines(2 * len(blocks)), eps)
+
+    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return prefix_attention(
+            q,
+            prefix.k_SNPKd[:, layer],
+            prefix.v_SNPKd[:, layer],
+            prefix.slots_B,
+            key_mask_BP=prefix.mask_BP,
+            length_B=prefix.length_B,
+            k_suffix_BTKd=k,
+            v_suffix_BTKd=v,
+            suffix_lead=self.lead,
+        ).flatten(2)
+
+    def _layers(self) -> list[GemmaBlock]:
+        return [b for b in self.blocks if isinstance(b, GemmaBlock)]
+
+    def _streams(self, residual_BSD: Tensor) -> bool:
+        """Tell whether the kernels of few rows run this call. Those without gradients do."""
+        (batch, tokens, width), dims = residual_BSD.shape, self._layers()[0].dims
+        few = batch * tokens <= self.few_rows and fits_few_rows(tokens, width, dims.mlp, dims.head_dim)
+        runs = implementation(norm_qkv, residual_BSD.device) == "triton" and self.dtype.itemsize == 2
+        return few and runs and not torch.is_grad_enabled()
 
 
 class TimeCondition(nn.Module):

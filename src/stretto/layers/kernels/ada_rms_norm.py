@@ -19,21 +19,50 @@ class Modulation(NamedTuple):
 
     `table` is [S, 3 D], of which batch row b uses line `rows[b]` (int64 [B], on the device), or token (b, t) uses line
     `rows[b, t]` (int64 [B, T]). Without `rows` the table is direct: [B, 3 D], or [B, T, 3 D] for one line a token.
-    Lines may be strided (a slice of a wider table); the last axis must be dense.
+    Lines may be strided (a slice of a wider table); the last axis must be dense. With `scale_only` a line is D wide: its
+    shift is 0 and its gate 1, and a direct table of one line serves every row, as the weight of a plain norm does.
     """
 
     table: Tensor
     rows: Tensor | None = None
+    scale_only: bool = False
+
+    @property
+    def per_token(self) -> bool:
+        return self.table.dim() == 3 if self.rows is None else self.rows.dim() == 2
 
     def lines(self) -> Tensor:
-        """Return the lines in use in fp32, as [B, 1, 3 D] or [B, T, 3 D]."""
+        """Return the lines in use in fp32, as [B or 1, 1, 3 D] or [B, T, 3 D]."""
         lines = self.table if self.rows is None else self.table[self.rows]
         return (lines[:, None] if lines.dim() == 2 else lines).float()
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scale, shift and gate in fp32, each [B, 1 or T, D]."""
+        """Return scale, shift and gate in fp32, each [B or 1, 1 or T, D]; shift and gate of scales alone are scalars."""
+        if self.scale_only:
+            lines = self.lines()
+            return lines, lines.new_zeros(()), lines.new_ones(())
         scale, shift, gate = self.lines().chunk(3, dim=-1)
         return scale, shift, gate
+
+    def addressing(self) -> Addressing:
+        """Return how a kernel finds the line of a token."""
+        table = self.table if self.table.stride(-1) == 1 else self.table.contiguous()
+        if self.rows is not None:
+            return Addressing(table, table.stride(0), self.rows.contiguous(), True, self.per_token)
+        lines = table.reshape(-1, table.shape[-1])
+        one_for_all = self.scale_only and lines.shape[0] == 1
+        return Addressing(lines, 0 if one_for_all else lines.stride(0), lines, False, self.per_token)
+
+
+class Addressing(NamedTuple):
+    """A modulation for kernels: line `rows[i]` (or i itself) of a table whose lines are `stride` apart; i is a row or token."""
+
+    table: Tensor
+    stride: int
+    rows: Tensor
+    """A stand-in that is not read if lines are not indexed."""
+    indexed: bool
+    per_token: bool
 
 
 def ada_rms_norm_reference(x_BTD: Tensor, modulation: Modulation, eps: float) -> Tensor:
@@ -85,8 +114,10 @@ def _ada_rms_norm_kernel(
     ADD: tl.constexpr,
     GATE_INDEXED: tl.constexpr,
     GATE_PER_TOKEN: tl.constexpr,
+    GATED: tl.constexpr,
     NORM_INDEXED: tl.constexpr,
     NORM_PER_TOKEN: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
@@ -94,17 +125,20 @@ def _ada_rms_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        line = _line(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
-        gate = tl.load(line + 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        value += gate * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            line = _line(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
+            added *= tl.load(line + 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        value += added
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
     line = _line(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
     scale = tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(line + width + column, mask=inside, other=0.0).to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(out + at, (normed * (1.0 + scale) + shift).to(out.dtype.element_ty), mask=inside)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * (1.0 + scale)
+    if SHIFTED:
+        normed += tl.load(line + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def ada_rms_norm_triton(x_BTD: Tensor, modulation: Modulation, eps: float) -> Tensor:
@@ -127,29 +161,17 @@ def _launch(
     x: Tensor, y: Tensor, out: Tensor, total: Tensor, gated_by: Modulation, normed_by: Modulation, eps: float, *, add: bool
 ) -> None:
     batch, tokens, width = x.shape
-    gate_table, gate_rows, gate_per_token = _addressing(gated_by)
-    norm_table, norm_rows, norm_per_token = _addressing(normed_by)
-    block = block_of(width)
+    gate, norm, block = gated_by.addressing(), normed_by.addressing(), block_of(width)
     _ada_rms_norm_kernel[(batch * tokens,)](
         x, y, out, total,
-        gate_table, gate_table.stride(0), gate_rows,
-        norm_table, norm_table.stride(0), norm_rows,
+        gate.table, gate.stride, gate.rows,
+        norm.table, norm.stride, norm.rows,
         tokens, width, eps,
         ADD=add,
-        GATE_INDEXED=gated_by.rows is not None, GATE_PER_TOKEN=gate_per_token,
-        NORM_INDEXED=normed_by.rows is not None, NORM_PER_TOKEN=norm_per_token,
+        GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token, GATED=not gated_by.scale_only,
+        NORM_INDEXED=norm.indexed, NORM_PER_TOKEN=norm.per_token, SHIFTED=not normed_by.scale_only,
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
-
-
-def _addressing(modulation: Modulation) -> tuple[Tensor, Tensor, bool]:
-    """Return the table as [lines, 3 D], the row indices (or a stand-in that is not read), and whether lines go by token."""
-    table, rows = modulation
-    if table.stride(-1) != 1:
-        table = table.contiguous()
-    if rows is not None:
-        return table, rows.contiguous(), rows.dim() == 2
-    return table.reshape(-1, table.shape[-1]), table, table.dim() == 3
 
 
 ada_rms_norm = FusedOp(ada_rms_norm_reference, ada_rms_norm_triton)

@@ -1,0 +1,52 @@
+"""Programmatic dependent launch: a kernel starts while its predecessor still runs, and fetches its weights meanwhile.
+
+Every kernel that takes part calls `await_inputs` before it touches anything that another kernel wrote or reads: once it
+returns, all earlier kernels of the stream are complete. That holds through a chain only because each of them waits too.
+Weights are written by no kernel of a chain, so they may be fetched before.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from stretto.core.env import OVERLAP
+from stretto.layers.kernels.language import jit, tl
+
+
+@functools.cache
+def _can_overlap(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def overlaps(x: Tensor) -> bool:
+    """Tell whether kernels on x's device are launched this way; never where they are interpreted."""
+    return x.is_cuda and _can_overlap(x.device.index) and OVERLAP.read()
+
+
+@jit
+def await_inputs(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel start, then wait until all earlier kernels are complete."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch_rows(rows: tl.tensor, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+    """Ask for BYTES (a multiple of 16 LANES / ROWS) from each address of `rows` [ROWS] to be brought to L2."""
+    if OVERLAP:
+        EACH: tl.constexpr = LANES // ROWS
+        part = tl.arange(0, EACH)[None, :] * (BYTES // EACH)
+        at = tl.reshape(rows.to(tl.int64)[:, None] + part, (LANES,))
+        size = tl.full((LANES,), BYTES // EACH, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [at, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
