@@ -1,0 +1,118 @@
+"""The matrix kernels of prefix and vision against their references: on a GPU where there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.layers.kernels import gemm, linear_rope
+from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+kernel_test = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
+# The interpreter multiplies bf16 matrices as raw bits; on a GPU bf16 is what counts.
+MATRIX = torch.float16 if INTERPRETED else torch.bfloat16
+SMALL = gemm.Tiling(64, 64, 32, 3, 4, 2, 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_every_matrix_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " 1 skipped" in run.stdout, run.stdout  # a run that skips all of them proves nothing
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, MATRIX)
+
+
+def agree(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    # The reference rounds the product before it goes on; the kernel does not.
+    tolerance = 8e-3 if INTERPRETED else 6e-2
+    torch.testing.assert_close(got.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+@kernel_test
+@pytest.mark.parametrize("persistent", [0, 1])
+@pytest.mark.parametrize("rows", [1, 64, 150])
+def test_products_with_an_activation_on_the_accumulator(rows: int, persistent: int) -> None:
+    tiling = SMALL._replace(persistent=persistent)
+    x, weight, bias = normal(rows, 72), normal(160, 72, seed=1) / 8, normal(160, seed=2)
+    agree(gemm.gemm(x, weight, None, 0, tiling), torch.nn.functional.linear(x, weight))
+    agree(gemm.gemm(x, weight, bias, gemm.GELU, tiling), linear_gelu.reference(x, weight, bias))
+    agree(gemm.gemm(x, weight, None, gemm.GEGLU, tiling), linear_geglu.reference(x, weight))
+
+
+@kernel_test
+@pytest.mark.parametrize("impl", ["cublas", "triton", "persistent"])
+@pytest.mark.parametrize("heads", [(4, 1), (0, 1), (2, 2)])
+def test_a_qkv_product_rotates_and_writes_only_its_own_part_of_the_arena(heads: tuple[int, int], impl: str) -> None:
+    (h, kv), d, tokens = heads, 32, 37
+    x, weight = normal(2, tokens, 64), normal((h + 2 * kv) * d, 64, seed=1) / 8
+    positions = torch.randint(0, 900, (2, tokens), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    table = rotary_table(positions, d, 1e4)
+    arena = normal(2, 4, 3, tokens + 5, kv, d, seed=2)
+    other, slots = arena.clone(), torch.tensor([3, 1], device=DEVICE)
+    want = linear_rope_write.reference(x, weight, table, other[0][:, 1], other[1][:, 1], slots, heads=h)
+    tiling = gemm.Tiling(32, 16, 32, 2, 4, 2, int(impl == "persistent"))
+    choice = {"impl": "cublas"} if impl == "cublas" else tiling.config
+    agree(linear_rope.run(choice, x, weight, *table, arena[0][:, 1], arena[1][:, 1], slots, h), want)
+    agree(arena, other)
+    untouched = [arena[:, [0, 2]], arena[:, :, [0, 2]], arena[:, :, :, tokens:]]
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(untouched, [other[:, [0, 2]], other[:, :, [0, 2]], other[:, :, :, tokens:]], strict=True)
+    )
+
+
+@kernel_test
+@pytest.mark.parametrize("keys", [31, 64, 70])
+def test_attention_over_a_slot_with_holes_in_its_mask(keys: int) -> None:
+    q, arena = normal(2, 21, 8, 32), normal(4, 3, 2, keys, 1, 32, seed=1)
+    k, v, slots = arena[:, 1, 0], arena[:, 1, 1], torch.tensor([2, 0], device=DEVICE)
+    mask = (torch.rand(2, keys, generator=torch.Generator().manual_seed(0)) < 0.6).to(DEVICE)
+    mask[0, : keys // 2] = False
+    got = tma_attention(q, k, v, Tiling(32, 32, 4, 2), slots_B=slots, mask_BN=mask)
+    agree(got, prefix_attention.reference(q, k, v, slots, key_mask_BP=mask))
+    mask[1] = False
+    assert not tma_attention(q, k, v, Tiling(32, 32, 4, 2), slots_B=slots, mask_BN=mask)[1].any()
+
+
+@kernel_test
+@pytest.mark.parametrize("keys", [32, 40])
+def test_attention_with_a_head_size_that_is_no_power_of_two(keys: int) -> None:
+    qkv = normal(3, keys, 3 * 4 * 24)
+    q, k, v = qkv.unflatten(-1, (3, 4, 24)).unbind(2)
+    assert takes(q, k, v)
+    agree(tma_attention(q, k, v, Tiling(32, 32, 4, 2)), attention.reference(q, k, v))
+
+
+def test_attention_says_which_tensors_it_takes() -> None:
+    q, kv = torch.zeros(1, 4, 8, 32, dtype=torch.bfloat16), torch.zeros(1, 4, 1, 32, dtype=torch.bfloat16)
+    assert takes(q, kv, kv)
+    assert not takes(q.float(), kv.float(), kv.float())
+    assert not takes(q.transpose(1, 2), kv, kv)
+    assert not takes(q, kv.expand(1, 4, 2, 32), kv.expand(1, 4, 2, 32))
+    assert not takes(torch.zeros(1, 4, 8, 36, dtype=torch.bfloat16), kv, kv[..., :20])
+
+
+def test_references_of_fused_layers_are_their_parts_in_turn() -> None:
+    x, weight, bias = torch.randn(2, 5, 16), torch.randn(24, 16), torch.randn(24)
+    both = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(
+        linear_geglu(x, weight), torch.nn.functional.gelu(both[..., :12], approximate="tanh") * both[..., 12:]
+    )
+    torch.testing.assert_close(linear_gelu(x, weight, bias), torch.nn.functional.gelu(both + bias, approximate="tanh"))
