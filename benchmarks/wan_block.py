@@ -7,6 +7,10 @@ pass over all blocks does. Rows of a batch are the denoise steps of one stream, 
 rings. Values are local, as between the visits of one segment. A case that fails is reported and the others go on; no
 case begins after `--budget-seconds`.
 
+The GPU's power limit slows it down under steady load, so beside the median of many runs stands `first_ms`, that of the first
+few after a rest. `host_ms` is what the host needs to issue one run; eager runs cannot be faster. With `--profile` the kernels
+of one run are listed, with their times.
+
 Beside every time stand its floor, max(FLOP at 790 TFLOP/s, bytes at 4.3 TB/s), which is what dense bf16 products and
 copies reach on an H200, and for blocks what is realistic: products at 680 and attention at 550 TFLOP/s.
 """
@@ -14,6 +18,7 @@ copies reach on an H200, and for blocks what is realistic: products at 680 and a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,10 +89,16 @@ class LocalRows:
         return 0, self.context
 
 
+REST_S, FIRST = 0.3, 5
+
+
 def timed(run: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
     """Return percentiles of one run in ms; on CUDA the device's own time."""
     for _ in range(5):
         run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(REST_S)
     if device.type != "cuda":
         spans = []
         for _ in range(repeats):
@@ -102,8 +113,33 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int) -> dict
             end_event.record()
         torch.cuda.synchronize(device)
         spans = [a.elapsed_time(b) for a, b in stamps]
+    first = sorted(spans[1 : FIRST + 1] or spans)
     spans.sort()
-    return {"p50_ms": round(spans[len(spans) // 2], 4), "p99_ms": round(spans[int(len(spans) * 0.99)], 4)}
+    p50, p99 = spans[len(spans) // 2], spans[int(len(spans) * 0.99)]
+    return {"p50_ms": round(p50, 4), "p99_ms": round(p99, 4), "first_ms": round(first[len(first) // 2], 4)}
+
+
+def host_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Return how long the host takes to issue one run."""
+    spans = []
+    for _ in range(7):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        spans.append(time.perf_counter() - begin)
+    torch.cuda.synchronize(device)
+    return round(sorted(spans)[3] * 1e3, 4)
+
+
+def kernels(run: Callable[[], object]) -> list[dict[str, Any]]:
+    """Return the kernels of one run, those that take longest first, with how often each ran and its time in all."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = [(e.key[:80], e.count, round(e.self_device_time_total, 2)) for e in profile.key_averages()]
+    listed = [{"kernel": name, "calls": calls, "us": us} for name, calls, us in found if us > 0.0]
+    return sorted(listed, key=lambda k: -float(k["us"]))
 
 
 def captured(run: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph]:
@@ -175,13 +211,17 @@ def measure(name: str, run: Callable[[], object], case: dict[str, Any], device: 
         try:
             replay, graph = (run, None) if mode == "eager" else captured(run)
             record |= timed(replay, device, repeats)
+            if device.type == "cuda" and mode == "eager":
+                record["host_ms"] = host_ms(run, device)
             del graph
         except Exception as error:  # one case must not cost the others their figures
             record["error"] = f"{type(error).__name__}: {error}"
         yield record
 
 
-def stages_of(config: WanConfig, device: torch.device, row_counts: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+def stages_of(
+    config: WanConfig, device: torch.device, row_counts: Sequence[int], repeats: int, profiled: bool
+) -> Iterator[dict[str, Any]]:
     model = build(replace(config, blocks=1), device=device)
     model.randomize(seed=0)
     chunk = 3 * WINDOW
@@ -195,12 +235,16 @@ def stages_of(config: WanConfig, device: torch.device, row_counts: Sequence[int]
             run = bind(model, stage, rows, visits)
             for record in measure(stage.split(".")[0], run, {**case, "visits": visits}, device, repeats):
                 record |= floors(model, stage, rows_count)
-                for percentile in {"p50_ms", "p99_ms"} & set(record):
-                    record[percentile] = round(record[percentile] / visits, 4)
+                for part in {"p50_ms", "p99_ms", "first_ms", "host_ms"} & set(record):
+                    record[part] = round(record[part] / visits, 4)
                 if stage == "block.0" and "p50_ms" in record:
                     record |= {"gflop": round(gflop, 1), "tflop_per_s": round(gflop / record["p50_ms"], 1)}
                     record["target_ms"] = TARGET_MS.get((config.name, config.frames_per_chunk)) if rows_count == 1 else None
                 yield record
+            if profiled and device.type == "cuda":
+                listed = kernels(bind(model, stage, rows, 1))
+                total = {"launches": sum(k["calls"] for k in listed), "kernel_us": round(sum(k["us"] for k in listed), 1)}
+                yield {**case, "stage": f"{stage.split('.')[0]}, kernels", **total, "kernels": listed}
         del rows
 
 
@@ -259,6 +303,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="*", default=list(SPECS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--frames", nargs="*", type=int, default=[1, 3])
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--budget-seconds", type=float, default=300.0)
     parser.add_argument("--no-decode", action="store_true")
@@ -274,24 +320,26 @@ def main() -> None:
             while time.monotonic() < until and (record := next(made, None)) is not None:
                 records.append(record)
                 print(json.dumps(record), flush=True)
+                save()
             if time.monotonic() >= until:
                 records.append({"case": what, "not_run": "out of time, at least in part"})
         except Exception as error:  # as in `measure`: a model that does not fit leaves the rest to run
             records.append({"case": what, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(records[-1]), flush=True)
 
+    def save() -> None:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({**about, "rows": records, "fits": fits(records), "memory": memory}, indent=1))
+
+    about, memory = {**provenance(device), "window_frames": WINDOW}, [memory_of(config) for config in configs]
     with torch.inference_mode():
-        for config in configs:
-            for frames in (1, 3):
-                sized = replace(config, frames_per_chunk=frames, window_frames=WINDOW)
-                keep(stages_of(sized, device, args.rows, args.repeats), f"{config.name}, chunk {frames}")
-            if not args.no_decode:
-                keep(decoders_of(config, device, args.repeats, args.small), f"{config.name}, decoders")
-    memory = [memory_of(config) for config in configs]
-    result = {**provenance(device), "window_frames": WINDOW, "rows": records, "fits": fits(records), "memory": memory}
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1))
+        for frames, config in itertools.product(args.frames, configs):
+            sized = replace(config, frames_per_chunk=frames, window_frames=WINDOW)
+            keep(stages_of(sized, device, args.rows, args.repeats, args.profile), f"{config.name}, chunk {frames}")
+        for config in configs if not args.no_decode else []:
+            keep(decoders_of(config, device, args.repeats, args.small), f"{config.name}, decoders")
+    save()
 
 
 if __name__ == "__main__":

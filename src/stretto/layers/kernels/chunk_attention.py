@@ -10,7 +10,6 @@ Shape legend: B rows, N query tokens, H heads, d head size, S state slots, P are
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple, cast
 
@@ -35,7 +34,8 @@ TILE = 128
 MAX_SPLITS = 12
 TILE_PAIR_US, TILE_FIXED_US = 1.75, 3.0
 """What 128 queries against 128 keys cost one multiprocessor of an H200, and what a tile costs besides."""
-JOIN_BYTES_US = 2.5e6
+JOIN_FIXED_US, JOIN_BYTES_US = 3.0, 2.5e6
+H200_PROCESSORS = 132
 
 
 class Places(NamedTuple):
@@ -83,12 +83,16 @@ def chunk_attention(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, places: Plac
         cut = RingTiling(made.splits, made.block_m, made.block_n, made.warps, made.stages)
         return ring_attention(q_BNHd, k_SPHd, v_SPHd, places.slots_B, places.tokens_B, cut)
     parts = []
-    for first, count in runs(places.slots, places.tokens):
+    pieces = runs(places.slots, places.tokens)
+    for first, count in pieces:
         at, n = places.slots[first], places.tokens[first]
         q, k, v = q_BNHd[first : first + count], k_SPHd[at : at + count, :n], v_SPHd[at : at + count, :n]
-        run = choice or choose(Shape(count, queries, n, heads, head_dim), q_BNHd)
-        parts.append(split_cudnn(q, k, v, run.splits) if run.method == "cudnn" and folds(k, run.splits) else _sdpa(q, k, v))
-    return _with_padding(parts, q_BNHd, len(places.slots))
+        if choice is None and len(pieces) > 1:
+            made = choose(Shape(count, queries, n, heads, head_dim), q_BNHd)
+        parts.append(split_cudnn(q, k, v, made.splits) if made.method == "cudnn" and folds(k, made.splits) else _sdpa(q, k, v))
+    if len(places.slots) < len(q_BNHd):
+        parts.append(torch.zeros_like(q_BNHd[len(places.slots) :]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def split_cudnn(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor, splits: int) -> Tensor:
@@ -110,11 +114,12 @@ def folds(k_BXHd: Tensor, splits: int) -> bool:
     return keys % splits == 0 and (batch == 1 or k_BXHd.stride(0) == keys * k_BXHd.stride(1))
 
 
-def runs(slots: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of each run of consecutive slots that hold equally much."""
-    for _, members in groupby(range(len(slots)), key=lambda i: (slots[i] - i, tokens[i])):
-        rows = list(members)
-        yield rows[0], len(rows)
+@functools.lru_cache(maxsize=4096)
+def runs(slots: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return (first row, rows) of each run of consecutive slots that hold equally much."""
+    groups = groupby(range(len(slots)), key=lambda i: (slots[i] - i, tokens[i]))
+    rows = [list(members) for _, members in groups]
+    return tuple((members[0], len(members)) for members in rows)
 
 
 def choose(shape: Shape, q: Tensor) -> Choice:
@@ -127,20 +132,18 @@ def choose(shape: Shape, q: Tensor) -> Choice:
     return _by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
 
 
-def splits_by_waves(tiles: int, keys: int, out_bytes: int, processors: int) -> int:
-    """Return the splits, of those that divide the keys evenly, that a model of waves says are fastest.
-
-    Args:
-        tiles: independent tiles of 128 queries: rows times heads times tiles of a row.
-        out_bytes: size of the attention's output, which every split writes and the join reads.
-    """
+def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
+    """Return how many splits to make, best first by a model of waves; each divides the keys evenly."""
+    tiles = shape.rows * shape.heads * cdiv(shape.queries, TILE)
+    out_bytes = 2 * shape.rows * shape.queries * shape.heads * shape.head_dim
 
     def cost_us(splits: int) -> float:
         waves = cdiv(tiles * splits, processors)
-        run = waves * (cdiv(keys // splits, TILE) * TILE_PAIR_US + TILE_FIXED_US)
-        return run + (0.0 if splits == 1 else 3.0 + out_bytes * (2 * splits + 1) / JOIN_BYTES_US)
+        run = waves * (cdiv(shape.keys // splits, TILE) * TILE_PAIR_US + TILE_FIXED_US)
+        return run + (0.0 if splits == 1 else JOIN_FIXED_US + out_bytes * (2 * splits + 1) / JOIN_BYTES_US)
 
-    return min((1, *_split_counts(keys)), key=lambda splits: (cost_us(splits), splits))
+    counts = [z for z in range(1, MAX_SPLITS + 1) if shape.keys % z == 0 and (z == 1 or shape.keys // z >= 4 * TILE)]
+    return sorted(counts, key=lambda splits: (cost_us(splits), splits))
 
 
 @functools.cache
@@ -164,14 +167,8 @@ def prefer_fastest_attention() -> object:
 
 @functools.cache
 def _by_rule(shape: Shape, processors: int) -> Choice:
-    tiles = shape.rows * shape.heads * cdiv(shape.queries, TILE)
-    out_bytes = shape.rows * shape.queries * shape.heads * shape.head_dim * 2
-    splits = splits_by_waves(tiles, shape.keys, out_bytes, processors)
+    splits = by_waves(shape, processors)[0]
     return SDPA if splits == 1 else Choice("cudnn", splits)
-
-
-def _split_counts(keys: int) -> list[int]:
-    return [z for z in range(2, MAX_SPLITS + 1) if keys % z == 0 and keys // z >= 4 * TILE]
 
 
 def _sdpa(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor) -> Tensor:
@@ -179,18 +176,11 @@ def _sdpa(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _with_padding(parts: list[Tensor], q_BNHd: Tensor, rows: int) -> Tensor:
-    if rows < len(q_BNHd):
-        parts.append(torch.zeros_like(q_BNHd[rows:]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def candidates(key: Key) -> list[Config]:
-    shape = Shape(*key)
-    counts = _split_counts(shape.keys)
-    choices = [SDPA, *(Choice("cudnn", splits) for splits in counts)]
+    counts = by_waves(Shape(*key))
+    choices = [SDPA, *(Choice("cudnn", splits) for splits in counts[:5] if splits > 1)]
     for block_n, stages in ((128, 2), (64, 3)):
-        choices += [Choice("triton", splits, TILE, block_n, 8, stages) for splits in (1, *counts)]
+        choices += [Choice("triton", splits, TILE, block_n, 8, stages) for splits in counts[:2]]
     return [cast(Config, choice._asdict()) for choice in choices]
 
 

@@ -107,20 +107,20 @@ def _ring_kernel(
     tokens: tl.tensor,
     arena_tokens: tl.tensor,
     scale: tl.tensor,
-    HEADS: tl.constexpr,
+    heads: tl.tensor,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
     # Tiles of queries come first in the grid, so that those that run at once read the same keys.
-    tile, split = tl.program_id(0), tl.program_id(1)
-    b, head = tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
+    tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b, head = tl.program_id(2) // heads, tl.program_id(2) % heads
     channel = head * HEAD_DIM
     q_tile = q.load([b * tokens + tile * BLOCK_M, channel])
     base = tl.load(slots + b).to(tl.int32) * arena_tokens
     bound = tl.minimum(tl.load(lengths + b).to(tl.int32), arena_tokens)
-    each = tl.cdiv(tl.cdiv(bound, BLOCK_N), SPLITS) * BLOCK_N
+    each = tl.cdiv(tl.cdiv(bound, BLOCK_N), splits) * BLOCK_N
     first, last = split * each, tl.minimum((split + 1) * each, bound)
     whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
 
@@ -136,11 +136,11 @@ def _ring_kernel(
     here = row < tokens
     some = tl.where(total > 0.0, total, 1.0)
     acc = acc / some[:, None]
-    line = ((b * SPLITS + split) * tokens + row).to(tl.int64) * (HEADS * HEAD_DIM) + channel
+    line = ((b * splits + split) * tokens + row).to(tl.int64) * (heads * HEAD_DIM) + channel
     tl.store(out + line[:, None] + tl.arange(0, HEAD_DIM)[None, :], acc.to(out.dtype.element_ty), mask=here[:, None])
-    if SPLITS > 1:
+    if SPLIT:
         sums = tl.where(total > 0.0, (top + tl.log2(some)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse + ((b * SPLITS + split) * HEADS + head) * tokens + row, sums, mask=here)
+        tl.store(lse + ((b * splits + split) * heads + head) * tokens + row, sums, mask=here)
 
 
 @jit
@@ -207,8 +207,8 @@ def ring_attention_triton(
     lse = torch.empty(batch, cut.splits, heads, tokens if cut.splits > 1 else 0, dtype=torch.float32, device=q_BNHd.device)
     _ring_kernel[(cdiv(tokens, cut.block_m), cut.splits, batch * heads)](
         q, _lines(k_SPHd, cut.block_n), _lines(v_SPHd, cut.block_n), slots_B, length_B, part, lse,
-        tokens, arena_tokens, head_dim**-0.5 * LOG2_E,
-        HEADS=heads, HEAD_DIM=head_dim, SPLITS=cut.splits, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
+        tokens, arena_tokens, head_dim**-0.5 * LOG2_E, heads,
+        HEAD_DIM=head_dim, SPLIT=cut.splits > 1, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return part[:, 0] if cut.splits == 1 else join_splits_triton(part, lse)

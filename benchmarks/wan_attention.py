@@ -1,0 +1,232 @@
+"""Time of every way to attend over a Wan ring, at the true shapes of the three models, and a table of the fastest.
+
+    python benchmarks/wan_attention.py --out benchmarks/results/wan_attention_h200.json --table /tmp/h200.json
+
+Each way is checked against fp32 attention of some queries of the first and the last head, run twice for equal bits, and timed
+from a captured graph. Keys and values of one row are larger than the second-level cache. Beside the ways that the runtime
+chooses among stand FlashAttention 2, FlexAttention, and cuDNN over splits with its queries copied. The prompt's keys (512)
+and the products with a GELU behind them are measured too. Rows end up in `--out` as they are measured; with `--table`,
+the fastest of each shape in a table that the runtime reads (STRETTO_KERNEL_TABLE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from stretto.deploy.provenance import provenance
+from stretto.layers.kernels import chunk_attention as chosen
+from stretto.layers.kernels import linear_gelu as gelu
+from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
+from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name
+from stretto.models.wan_config import SPECS
+
+WINDOW = 21
+ORDER = ("wan2.1-1.3b", "wan2.1-14b", "wan2.2-5b")
+CASES = [(1, 1), (3, 1), (1, 4), (1, 2), (3, 4), (3, 2)]
+"""Latent frames of a chunk, rows of a batch."""
+
+
+def shapes(small: bool) -> Iterator[tuple[str, chosen.Shape]]:
+    """Yield the shapes with the case that they are of, the most wanted first."""
+    if small:
+        yield "small, ring", chosen.Shape(2, 40, 2048, 2, 32)
+        return
+    for (frames, rows), name in itertools.product(CASES, ORDER):
+        config = SPECS[name]
+        tokens = frames * config.tokens_per_frame
+        ring = chosen.Shape(rows, tokens, WINDOW * config.tokens_per_frame, config.heads, config.head_dim)
+        yield f"{name}, {frames} frames, {rows} rows, ring", ring
+        yield f"{name}, {frames} frames, {rows} rows, prompt", ring._replace(keys=config.text_tokens)
+
+
+def seconds_of(run: Callable[[], object], budget_s: float = 0.04) -> float:
+    """Return the median time of one run, from a graph where there is one."""
+    for _ in range(2):
+        run()
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+    spans: list[float] = []
+    while (sum(spans) < budget_s and len(spans) < 200) or len(spans) < 5:
+        begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin_event.record()
+        graph.replay()
+        end_event.record()
+        end_event.synchronize()
+        spans.append(begin_event.elapsed_time(end_event) / 1e3)
+    return statistics.median(spans)
+
+
+def error_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the largest error, over the size of the largest value, of some queries against fp32 attention."""
+    last, errors = q.shape[2] - 1, []
+    for row, head, at in ((0, 0, slice(0, 24)), (len(q) - 1, last, slice(-24, None))):
+        scores = q[row, at, head].float() @ k[row + 1, :, head].float().T * q.shape[-1] ** -0.5
+        want = scores.softmax(-1) @ v[row + 1, :, head].float()
+        errors.append(float((out[row, at, head].float() - want).abs().max() / want.abs().max()))
+    return max(errors)
+
+
+def ways(shape: chosen.Shape, extras: bool, with_flex: bool) -> Iterator[tuple[str, Config | None, Callable[..., Tensor]]]:
+    """Yield a name, the choice it stands for (None: not one of the runtime's), and what runs it on (q, k, v, places)."""
+    for choice in chosen.candidates(shape):
+        name = " ".join(str(part) for part in chosen.Choice(**choice))  # type: ignore[arg-type]
+        yield name, choice, lambda q, k, v, places, c=choice: chosen.chunk_attention(q, k, v, places, chosen.Choice(**c))
+    if not extras:
+        return
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k[1:], v[1:]))).transpose(1, 2)
+
+    def copied(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:
+        splits, batch = 5 if shape.keys % 5 == 0 else 4, len(q)
+        shares = [x[1:].unflatten(1, (splits, -1)).flatten(0, 1).transpose(1, 2) for x in (k, v)]
+        copy = q[:, None].expand(-1, splits, -1, -1, -1).contiguous().flatten(0, 1).transpose(1, 2)
+        part, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(copy, *shares, None, True)
+        return join_splits(part.unflatten(0, (batch, splits)).transpose(2, 3), lse.view(batch, splits, shape.heads, -1))
+
+    yield "flash", None, flash
+    yield "cudnn, queries copied", None, copied
+    for tiling in (RingTiling(1, 64, 128, 4, 2), RingTiling(1, 128, 64, 8, 4), RingTiling(1, 128, 64, 4, 3)):
+        yield f"triton {tuple(tiling)}", None, lambda q, k, v, places, t=tiling: ring_attention.kernel(q, k, v, *places[2:], t)
+    if with_flex:
+        yield "flex", None, flex
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    out: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k[1:], v[1:])))
+    return out.transpose(1, 2)
+
+
+def measure(name: str, run: Callable[[], Tensor], case: dict[str, Any], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    row = {**case, "way": name}
+    try:
+        out = run()
+        row["error"] = round(error_of(out, *tensors), 5)
+        row["equal_bits"] = bool(torch.equal(out, run()))
+        del out
+        row["us"] = round(seconds_of(run) * 1e6, 1)
+        row["tflop_per_s"] = round(row["gflop"] / row["us"] * 1e3, 1)
+    except Exception as error:  # one way must not cost the others their figures
+        row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    return row
+
+
+def attention_rows(
+    label: str, shape: chosen.Shape, device: torch.device, extras: bool, with_flex: bool
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    q = random(shape.rows, shape.queries, shape.heads, shape.head_dim)
+    k, v = (random(shape.rows + 1, shape.keys, shape.heads, shape.head_dim) for _ in range(2))
+    slots_B = torch.arange(1, shape.rows + 1, device=device)
+    places = chosen.Places(tuple(slots_B.tolist()), (shape.keys,) * shape.rows, slots_B, torch.full_like(slots_B, shape.keys))
+    gflop = 4 * shape.rows * shape.queries * shape.keys * shape.heads * shape.head_dim / 1e9
+    case = {"case": label, **shape._asdict(), "gflop": round(gflop, 2)}
+    for name, choice, way in ways(shape, extras, with_flex):
+        yield measure(name, lambda way=way: way(q, k, v, places), case, (q, k, v)), choice
+
+
+def gelu_rows(name: str, frames: int, rows: int, device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
+    config = SPECS[name]
+    key = (rows * frames * config.tokens_per_frame, config.ffn_width, config.width)
+    inputs = gelu._inputs(key, torch.bfloat16, device)
+    gflop = 2 * key[0] * key[1] * key[2] / 1e9
+    for choice in gelu.candidates(key):
+        row: dict[str, Any] = {"case": f"{name}, {frames} frames, {rows} rows, gelu", "key": key, "way": choice["gelu"]}
+        try:
+            row["us"] = round(seconds_of(lambda choice=choice: gelu.linear_gelu(*inputs, choice)) * 1e6, 1)
+            row["tflop_per_s"] = round(gflop / row["us"] * 1e3, 1)
+        except Exception as error:  # as in `measure`
+            row["failed"] = f"{type(error).__name__}: {error}"[:300]
+        yield row, choice
+
+
+class Kept:
+    """Rows on disk as they come, and the fastest choice of each shape."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.about = args, provenance(device)
+        self.rows: list[dict[str, Any]] = []
+        self.table = Table(device_name(device), torch.__version__, metadata.version("triton"), ())
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        if self.args.out is not None:
+            self.args.out.parent.mkdir(parents=True, exist_ok=True)
+            self.args.out.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1))
+
+    def choose(self, op: str, key: tuple[int, ...], timed: list[tuple[dict[str, Any], Any]]) -> None:
+        good = [
+            (row["us"], choice) for row, choice in timed if choice is not None and "us" in row and row.get("error", 0) < 0.05
+        ]
+        if not good or self.args.table is None:
+            return
+        us, choice = min(good, key=lambda pair: pair[0])
+        dtype = dtype_name(torch.bfloat16)
+        entry = Entry(op, tuple(key), dtype, choice, us, good[0][0], self.about["commit"])
+        self.table = self.table.merged(replace(self.table, entries=(entry,)))
+        self.table.save(self.args.table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--budget-seconds", type=float, default=60.0)
+    parser.add_argument("--flex", action="store_true", help="also FlexAttention at the first shape; it is compiled first")
+    parser.add_argument("--small", action="store_true", help="a tiny shape, to try the script itself on any device")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept, until = Kept(args, device), time.monotonic() + args.budget_seconds
+    with torch.inference_mode():
+        chosen.prefer_fastest_attention()
+        for at, (label, shape) in enumerate(shapes(args.small)):
+            if time.monotonic() > until:
+                kept.add({"case": label, "not_run": "out of time"})
+                continue
+            timed = []
+            for row, choice in attention_rows(label, shape, device, at == 0 and not args.small, args.flex):
+                kept.add(row)
+                timed.append((row, choice))
+                if time.monotonic() > until:
+                    break
+            kept.choose("chunk_attention", shape, timed)
+            if shape.keys == 512:
+                name, frames = label.split(",")[0], int(label.split()[1])
+                timed = list(gelu_rows(name, frames, shape.rows, device))
+                for row, _ in timed:
+                    kept.add(row)
+                kept.choose("linear_gelu", timed[0][0]["key"], timed)
+
+
+if __name__ == "__main__":
+    main()
