@@ -21,17 +21,18 @@ from stretto.core.errors import ConfigError
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.layer_norm import add_layer_norm
+from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rope import rope
+from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
-from stretto.models.pi0_config import GemmaDims
-from stretto.models.pi0_net import AdaNorms, Condition, ExpertNorms, GemmaBlock, KeepKV, Pi0Net, PlainNorms, PrefixKV
+from stretto.models.pi0_net import Condition, Expert, ExpertNorms, GemmaBlock, Pi0Net, PrefixArena, PrefixKV
 from stretto.models.pi0_vision import VisionBlock
 
 Make = Callable[[str, Tensor, Tensor | None], Reader]
-EXPERT_ROWS = 512
+EXPERT_ROWS = Expert.few_rows + 1
 """From this many suffix tokens in a batch on, the expert runs in FP8: below, reading the weights takes longer than to multiply,
-and the fused bf16 kernels do it in fewer launches."""
+and the bf16 kernels for few rows do it in fewer launches."""
 
 
 class Readers(NamedTuple):
@@ -100,23 +101,22 @@ class Fp8Net:
         tokens: Tensor = tower.project(x)
         return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
 
-    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
-        """Hand keys and values of every layer to `keep`, as `Prefix`."""
+    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
+        """Write keys and values of every layer to the arena, as `Prefix`."""
         prefix, eps, dims = self.net.prefix, self.net.prefix.eps, self.config.language
         text = embedding(tokens_BL, prefix.embed) * math.sqrt(prefix.embed.shape[1])
         residual = torch.cat((image_tokens_BID, text), dim=1).float()
-        positions_BP = mask_BP.cumsum(-1) - 1
+        table = rotary_table(mask_BP.cumsum(-1) - 1, dims.head_dim, self.config.rope_theta)
         takers = [*(its.qkv for its in self._prefix), self._last_kv]
         x, residual = takers[0].rms_normed(residual, None, prefix.attention_norms[0], eps)
         for i, its in enumerate(self._prefix):
-            q, k, v = self._rotated(its.qkv(x), positions_BP, dims, dims.heads)
-            keep(i, k, v)
-            y = its.out(its.out.plain(attention(q, k, v, key_mask_BN=mask_BP).flatten(2)))
+            k, v = arena.layer(i, mask_BP.shape[1])
+            q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
+            y = its.out(its.out.plain(prefix_attention(q, k, v, arena.slots_B, key_mask_BP=mask_BP).flatten(2)))
             x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
             y = its.down(its.down.geglu(its.up(x)))
             x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)
-        _, k, v = self._rotated(self._last_kv(x), positions_BP, dims, 0)
-        keep(len(self._prefix), k, v)
+        rotate_write(self._last_kv(x), table, *arena.layer(len(self._prefix), mask_BP.shape[1]), arena.slots_B, heads=0)
 
     def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:
         """Return the flow's velocity, as `Pi0Net.velocity`."""
@@ -127,12 +127,14 @@ class Fp8Net:
 
     def expert(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
         """Return the normed last hidden states in fp32, as `Expert`."""
-        dims, readers = self.config.expert, self._expert
+        dims, readers, norm, eps = self.config.expert, self._expert, norms.lines, norms.eps
+        theta = self.config.rope_theta
         positions_BS = prefix.suffix_start_B[:, None] + torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
-        lead = self.config.suffix_tokens - self.config.action_horizon
-        x, residual = _normed(readers[0].qkv, norms, 0, residual_BSD, None)
+        x, residual = readers[0].qkv.ada_normed(residual_BSD, None, None, norm(0), eps)
         for i, its in enumerate(readers):
-            q, k, v = self._rotated(its.qkv(x), positions_BS, dims, dims.heads)
+            q, k, v = rope(
+                its.qkv(x), positions_BS, heads=dims.heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta
+            )
             attended = prefix_attention(
                 q,
                 prefix.k_SNPKd[:, i],
@@ -142,18 +144,14 @@ class Fp8Net:
                 length_B=prefix.length_B,
                 k_suffix_BTKd=k,
                 v_suffix_BTKd=v,
-                suffix_lead=lead,
+                suffix_lead=self.config.suffix_tokens - self.config.action_horizon,
             )
             y = its.out(its.out.plain(attended.flatten(2)))
-            x, residual = _normed(its.up, norms, 2 * i + 1, residual, y)
+            x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu(its.up(x)))
             if i + 1 < len(readers):
-                x, residual = _normed(readers[i + 1].qkv, norms, 2 * i + 2, residual, y)
+                x, residual = readers[i + 1].qkv.ada_normed(residual, y, norm(2 * i + 1), norm(2 * i + 2), eps)
         return norms.add(2 * len(readers), residual, y.float())[0]
-
-    def _rotated(self, qkv: Tensor, positions_BT: Tensor, dims: GemmaDims, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        theta = self.config.rope_theta
-        return rope(qkv, positions_BT, heads=heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta)
 
 
 def observed(net: Pi0Net) -> tuple[Fp8Net, Mapping[str, ObservedLinear]]:
@@ -199,13 +197,3 @@ def _linears(net: Pi0Net) -> Iterator[tuple[str, Tensor, Tensor | None]]:
                 layers |= {"out": block.out, "up": block.gate_up, "down": block.down} if block.heads else {}
             for field, layer in layers.items():
                 yield f"{part}.{i}.{field}", layer.weight, layer.bias
-
-
-def _normed(reader: Reader, norms: ExpertNorms, index: int, residual: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Write norm `index` of the expert for a reader, with y added before it."""
-    if isinstance(norms, PlainNorms):
-        return reader.rms_normed(residual, y, norms.weights[index], norms.eps)
-    if not isinstance(norms, AdaNorms):
-        raise ConfigError("expert norms", got=type(norms).__name__, expected="plain or adaptive")
-    gated_by = None if y is None else norms.lines(index - 1)
-    return reader.ada_normed(residual, y, gated_by, norms.lines(index), norms.eps)

@@ -7,24 +7,15 @@ Shape legend: ... any leading axes, B rows, T tokens, D width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm_reference
+from stretto.layers.kernels.ada_rms_norm import Addressing, Modulation, ada_rms_norm_reference
 from stretto.layers.kernels.fp8_activation import E4M3, on_fp8_chip, store_fp8, to_fp8_reference
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.layer_norm import layer_norm_reference
 from stretto.layers.kernels.rms_norm import rms_norm_reference
-
-
-class Lines(NamedTuple):
-    """Vectors of the width, one for all ([D]), or chosen as `Modulation` chooses its lines."""
-
-    table: Tensor
-    rows: Tensor | None = None
 
 
 def rms_norm_fp8_reference(
@@ -147,13 +138,13 @@ def ada_rms_norm_fp8_triton(
     multiplier: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    width = residual_BTD.shape[-1]
-    table = normed_by.table
-    gate = None if gated_by is None else Lines(gated_by.table[..., 2 * width :], gated_by.rows)
-    return _launch(
-        residual_BTD, y_BTD, multiplier, eps,
-        factor=table[..., :width], shift=table[..., width : 2 * width], rows=normed_by.rows, gate=gate, unit_offset=True,
-    )  # fmt: skip
+    width, lines = residual_BTD.shape[-1], normed_by.addressing()
+    shift = None if normed_by.scale_only else lines.table[..., width : 2 * width]
+    gate = None
+    if gated_by is not None and not gated_by.scale_only:
+        gate = gated_by.addressing()
+        gate = gate._replace(table=gate.table[..., 2 * width :])
+    return _launch(residual_BTD, y_BTD, multiplier, eps, factor=lines, shift=shift, gate=gate, unit_offset=True)
 
 
 def _launch(
@@ -162,45 +153,30 @@ def _launch(
     multiplier: Tensor,
     eps: float,
     *,
-    factor: Tensor,
+    factor: Addressing | Tensor,
     shift: Tensor | None = None,
-    rows: Tensor | None = None,
-    gate: Lines | None = None,
+    gate: Addressing | None = None,
     centred: bool = False,
     unit_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Run the kernel; a factor that is a tensor [D] is one for all. Shifts are addressed as factors are."""
     residual = residual.contiguous()
     width, tokens = residual.shape[-1], residual.shape[-2] if residual.dim() > 1 else 1
     out = torch.empty(residual.shape, dtype=E4M3, device=residual.device)
     total = residual if y is None else torch.empty_like(residual)
-    gate_of, gate_stride, gate_rows, gate_per_token = _addressing(gate)
-    factor_of, stride, norm_rows, per_token = _addressing(Lines(factor, rows))
-    shift_of = factor_of if shift is None else _addressing(Lines(shift, rows))[0]
+    if isinstance(factor, Tensor):
+        factor = Addressing(factor, 0, factor, False, False)
+    gate_of = gate or factor
     block = block_of(width)
     _kernel[(residual.numel() // width,)](
         residual, residual if y is None else y.contiguous(), out, total, multiplier,
-        residual if gate_of is None else gate_of, gate_stride, residual if gate_rows is None else gate_rows,
-        factor_of, stride, residual if norm_rows is None else norm_rows, shift_of,
-        tokens, width, eps,
-        ADD=y is not None, GATED=gate is not None, GATE_INDEXED=gate_rows is not None, GATE_PER_TOKEN=gate_per_token,
-        NORM_INDEXED=norm_rows is not None, NORM_PER_TOKEN=per_token, CENTRED=centred, UNIT_OFFSET=unit_offset,
+        gate_of.table, gate_of.stride, gate_of.rows, factor.table, factor.stride, factor.rows,
+        factor.table if shift is None else shift, tokens, width, eps,
+        ADD=y is not None, GATED=gate is not None, GATE_INDEXED=gate_of.indexed, GATE_PER_TOKEN=gate_of.per_token,
+        NORM_INDEXED=factor.indexed, NORM_PER_TOKEN=factor.per_token, CENTRED=centred, UNIT_OFFSET=unit_offset,
         SHIFTED=shift is not None, CHANNELS=multiplier.numel() > 1, BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
     return out, total
-
-
-def _addressing(lines: Lines | None) -> tuple[Tensor | None, int, Tensor | None, bool]:
-    """Return the table, its stride between lines, the row indices, and whether lines go by token. One axis is one line."""
-    if lines is None:
-        return None, 0, None, False
-    table, rows = lines
-    if table.dim() == 1:
-        return table, 0, None, False
-    if rows is not None:
-        return table, table.stride(0), rows.contiguous(), rows.dim() == 2
-    if table.dim() == 3 and table.stride(0) != table.shape[1] * table.stride(1):
-        table = table.contiguous()
-    return table, table.stride(-2), None, table.dim() == 3
 
 
 rms_norm_fp8 = FusedOp(rms_norm_fp8_reference, rms_norm_fp8_triton, on_fp8_chip)

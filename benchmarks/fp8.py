@@ -1,0 +1,379 @@
+"""What FP8 gains and costs pi0.5 at true shape: whole routes beside bf16, actions against fp32, products and kernels alone.
+
+    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts routes,accuracy,gemms,kernels] [--budget 110]
+
+The fp32 reference runs in a process of its own without Triton, on the same bf16-rounded weights; a second set of weights has
+0.1 % of all residual channels scaled by 50. Rows are written as they come; what there is no time for is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.core.plan import whole
+from stretto.deploy.provenance import provenance
+from stretto.layers.fp8 import Fp8Linear, ObservedLinear, Reader
+from stretto.layers.kernels.activation import geglu
+from stretto.layers.kernels.fp8_activation import E4M3, geglu_fp8, gelu_tanh_fp8, to_fp8
+from stretto.layers.kernels.fp8_norm import layer_norm_fp8, rms_norm_fp8
+from stretto.layers.kernels.rms_norm import add_rms_norm
+from stretto.models import pi0
+from stretto.models.pi0_fp8 import Fp8Net, observed, quantised
+from stretto.runtime.engine import Engine
+from stretto.runtime.profiler import SETS, Bench, stage_segments
+
+OBSERVATIONS, CALIBRATION, CAP = 64, 16, 8
+ROTATED_BYTES = 150e6
+PARTS = ("vision", "prefix", "expert")
+OUTLIER_SHARE, OUTLIER_FACTOR = 0.001, 50.0
+VISION = {"qkv": (3456, 1152), "out": (1152, 1152), "up": (4304, 1152), "down": (1152, 4304)}
+PREFIX = {"qkv": (2560, 2048), "out": (2048, 2048), "gate_up": (32768, 2048), "down": (2048, 16384)}
+EXPERT = {"qkv": (2560, 1024), "out": (1024, 2048), "gate_up": (8192, 1024), "down": (1024, 4096)}
+PRODUCTS = (
+    ("prefix", PREFIX, (968, 3872, 7744, 30976)),
+    ("expert", EXPERT, (50, 200, 400, 1600)),
+    ("vision", VISION, (768, 3072, 24576)),
+)
+
+
+class Report:
+    """Rows of results, on disk and on screen as they come."""
+
+    def __init__(self, out: Path | None, device: torch.device, budget_s: float) -> None:
+        self.out, self.begun = out, time.monotonic()
+        self.budget_s = budget_s
+        self.result: dict[str, Any] = {**provenance(device)}
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        self.result.setdefault(part, []).append(row)
+        print(f"{time.monotonic() - self.begun:6.1f} s  {part}  {json.dumps(row)}", flush=True)
+        if self.out is not None:
+            self.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def has(self, seconds: float) -> bool:
+        return time.monotonic() - self.begun + seconds < self.budget_s
+
+    def attempt(self, part: str, case: dict[str, Any], run: Callable[[], dict[str, Any]], needs_s: float) -> None:
+        """Run one case; its error, or that no time is left for it, is its row."""
+        if not self.has(needs_s):
+            self.add(part, {**case, "skipped": "no time left"})
+            return
+        # The edge of one case: whatever goes wrong in it, the others still run.
+        try:
+            self.add(part, {**case, **run()})
+        except Exception as error:
+            self.add(part, {**case, "error": f"{type(error).__name__}: {error}"[:400]})
+
+
+def build(family: str, device: str, small: bool, *, outliers: bool) -> pi0.Pi0Model:
+    """Build a policy in bf16 with random weights; with `outliers`, some channels of every residual stream are large."""
+    config = pi0.tiny()[family == "pi0"].config if small else pi0.SPECS[family]
+    model = pi0.build(config, device=device, dtype=torch.bfloat16)
+    model.randomize(seed=0)
+    if outliers:
+        scale_outliers(model)
+    return model
+
+
+@torch.no_grad()
+def scale_outliers(model: pi0.Pi0Model) -> None:
+    net = model.module
+    written: list[Tensor] = [net.vision.embed.weight, net.vision.project.weight, net.prefix.embed.t(), net.action_in.weight]
+    written.append(net.vision.position.t())
+    for blocks in (net.vision.blocks, net.prefix.blocks, net.expert.blocks):
+        for block in blocks:
+            written += [
+                layer.weight for layer in (getattr(block, n, None) for n in ("out", "down")) if isinstance(layer, nn.Linear)
+            ]
+    for weight_NK in written:
+        weight_NK[: max(1, round(weight_NK.shape[0] * OUTLIER_SHARE))] *= OUTLIER_FACTOR
+    model.refresh()
+
+
+def in_fp32(model: pi0.Pi0Model, device: str) -> pi0.Pi0Model:
+    """Return the same weights, bit for bit, computing in fp32."""
+    twin = pi0.build(model.config, device=device, dtype=torch.float32)
+    with torch.no_grad():
+        for mine, its in zip(twin.module.parameters(), model.module.parameters(), strict=True):
+            mine.copy_(its)
+    twin.refresh()
+    return twin
+
+
+def actions(
+    model: pi0.Pi0Model, device: str, inputs: dict[str, Tensor], n: int, *, mode: str = "eager", cap: int = CAP
+) -> np.ndarray:
+    """Run the first n observations in batches of `cap`; returns [n, H, A]."""
+    plan = whole(model.route, device, batch_cap=cap, mode=mode)  # type: ignore[arg-type]
+    engine = Engine(model, plan.with_shapes({"batch": (cap,)}))
+    engine.warm()
+    streams = [engine.open() for _ in range(cap)]
+    out: list[np.ndarray] = []
+    longest = model.buckets[0].lengths[-1]
+    try:
+        for first in range(0, n, cap):
+            with engine.together():
+                futures = [
+                    s.submit({name: v[first + j].numpy() for name, v in inputs.items()}, lengths={"prompt": longest})
+                    for j, s in enumerate(streams)
+                ]
+            out += [f.result(300).outputs["x"] for f in futures]
+    finally:
+        engine.close()
+    return np.stack(out)
+
+
+def calibrate(model: pi0.Pi0Model, device: str) -> dict[str, float]:
+    view, noted = observed(model.module)
+    model.run_on(view)
+    actions(model, device, model.example_inputs(CALIBRATION, seed=5), CALIBRATION)
+    model.run_on(model.module)
+    return {name: float(layer.largest) for name, layer in noted.items()}
+
+
+def reference(folder: Path, family: str, device: str, small: bool) -> None:
+    """Write the fp32 actions of both sets of weights."""
+    for name, outliers in (("plain", False), ("outliers", True)):
+        model = in_fp32(build(family, device, small, outliers=outliers), device)
+        np.save(folder / f"{name}.npy", actions(model, device, model.example_inputs(OBSERVATIONS, seed=7), OBSERVATIONS))
+        del model
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a.reshape(len(a), -1).astype(np.float64), b.reshape(len(b), -1).astype(np.float64)
+    return (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+
+
+def likeness(got: np.ndarray, want: np.ndarray, noise: np.ndarray) -> dict[str, float]:
+    """Compare actions, and what the network added to the noise (the stricter of the two)."""
+    result: dict[str, float] = {}
+    for name, (g, w) in {"actions": (got, want), "flow": (got - noise, want - noise)}.items():
+        c = cosine(g, w)
+        result |= {f"{name}_cosine_worst": round(float(c.min()), 7), f"{name}_cosine_mean": round(float(c.mean()), 7)}
+    error = np.abs(got - want)
+    return result | {"max_abs": float(error.max()), "mean_abs": float(error.mean()), "actions_std": float(want.std())}
+
+
+def partly(model: pi0.Pi0Model, scales: dict[str, float], parts: tuple[str, ...]) -> Fp8Net:
+    """Return the network with the products of only some parts in FP8."""
+
+    def make(name: str, weight_NK: Tensor, bias_N: Tensor | None) -> Reader:
+        if name.split(".")[0] in parts:
+            return Fp8Linear(name, weight_NK, bias_N, scales[name])
+        return ObservedLinear(name, weight_NK, bias_N)
+
+    return Fp8Net(model.module, make, expert_rows=0 if "expert" in parts else 1 << 30)
+
+
+def accuracy(report: Report, family: str, device: str, small: bool) -> None:
+    if not report.has(35.0):
+        report.add("accuracy", {"family": family, "skipped": "no time left"})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--device", device, "--family", family, *(["--small"] if small else [])]
+        command = [sys.executable, __file__, "--reference", folder, *flags]
+        subprocess.run(command, check=True, env={**os.environ, "STRETTO_TRITON": "0"})
+        for weights in ("plain", "outliers"):
+            want = np.load(f"{folder}/{weights}.npy")
+            model = build(family, device, small, outliers=weights == "outliers")
+            accuracy_of(report, model, device, want, {"family": family, "weights": weights, "observations": OBSERVATIONS})
+
+
+def accuracy_of(report: Report, model: pi0.Pi0Model, device: str, want: np.ndarray, head: dict[str, Any]) -> None:
+    """Compare all parts in FP8, some, and none (bf16) with the fp32 actions."""
+    inputs = model.example_inputs(OBSERVATIONS, seed=7)
+    scales = calibrate(model, device)
+
+    def compare(*parts: str) -> dict[str, Any]:
+        model.run_on(partly(model, scales, parts) if parts else model.module)
+        return likeness(actions(model, device, inputs, OBSERVATIONS), want, inputs["x"].numpy())
+
+    for parts in ((), PARTS, ("vision", "prefix"), ("vision",), ("prefix",), ("expert",)):
+        report.attempt("accuracy", {**head, "fp8": "+".join(parts) or "none"}, partial(compare, *parts), 3.0)
+    if device.startswith("cuda"):
+        report.attempt("accuracy", {**head, "check": "graph"}, partial(replay, model, device, scales, inputs), 4.0)
+
+
+def replay(model: pi0.Pi0Model, device: str, scales: dict[str, float], inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Tell whether graph equals eager and two runs equal each other, bit for bit, with all products in FP8."""
+    model.run_on(quantised(model.module, scales, expert_rows=0))
+    graph, eager = (actions(model, device, inputs, 4, mode=mode, cap=1) for mode in ("graph", "eager"))
+    again = actions(model, device, inputs, 4, mode="graph", cap=1)
+    return {"graph_equals_eager": bool((graph == eager).all()), "two_runs_are_equal": bool((graph == again).all())}
+
+
+def routes(report: Report, family: str, device: str, small: bool, batches: tuple[int, ...]) -> None:
+    """Time whole routes and stages: as they are, in FP8 with the expert as it is, and all in FP8."""
+    model = build(family, device, small, outliers=False)
+    scales = calibrate(model, device)
+    ways = {
+        "bf16": model.module,
+        "fp8": quantised(model.module, scales, expert_rows=0),
+        "fp8, bf16 expert": quantised(model.module, scales, expert_rows=1 << 30),
+    }
+    coded = sum(r.nbytes for r in ways["fp8"].readers.values() if isinstance(r, Fp8Linear))  # type: ignore[union-attr]
+    weights = sum(p.nbytes for p in model.module.parameters())
+    report.add("memory", {"weights_bytes": weights, "coded_bytes": coded, "products": len(scales)})
+    for batch in batches:
+        for way, net in ways.items():
+            model.run_on(net)
+            head = {"family": family, "batch": batch, "way": way}
+            report.attempt("routes", head, partial(route_row, model, device, batch), 2.0 + 0.35 * batch)
+
+
+def route_row(model: pi0.Pi0Model, device: str, batch: int) -> dict[str, Any]:
+    where, longest = torch.device(device), model.buckets[0].lengths[-1]
+    inputs = model.example_inputs(SETS * batch)
+    inputs["token_count"] = torch.full_like(inputs["token_count"], longest)
+    bench = Bench(model, where, "graph" if where.type == "cuda" else "eager", batch)
+    bench.load(inputs)
+    n = max(8, 60 // batch)
+    gpu = bench.segment(model.route.whole, {"prompt": longest}, warmup=3, n=n)
+    stages = {}
+    for name, (segment, visits) in stage_segments(model).items():
+        stages[name] = round(bench.segment(segment, {"prompt": longest}, warmup=3, n=max(6, n // 2)).p50 * visits, 3)
+    tokens = model.config.image_tokens + longest
+    return {"prefix_tokens": tokens, "gpu_ms_p50": round(gpu.p50, 3), "gpu_ms_p99": round(gpu.p99, 3), "stages_ms": stages}
+
+
+def timed(calls: list[Callable[[], object]], device: str) -> float:
+    """Return microseconds a call, the calls in turn; replayed from one graph on a GPU."""
+    if not device.startswith("cuda"):
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begin) / len(calls) * 1e6
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for call in calls:
+            call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    spans = sorted(a.elapsed_time(b) for a, b in pairwise(events))
+    return spans[len(spans) // 2] * 1e3 / len(calls)
+
+
+def product_calls(way: str, m: int, n: int, k: int, device: str, copies: int) -> Iterator[Callable[[], object]]:
+    """Yield products over different weights and inputs, together larger than any cache."""
+    one = torch.ones((), device=device)
+    for i in range(copies):
+        generator = torch.Generator(device).manual_seed(i)
+        x_MK = torch.randn(m, k, device=device, generator=generator, dtype=torch.bfloat16)
+        w_NK = torch.randn(n, k, device=device, generator=generator, dtype=torch.bfloat16)
+        if way == "bf16":
+            yield partial(torch.nn.functional.linear, x_MK, w_NK)
+            continue
+        a, b = x_MK.mul_(60).clamp_(-448, 448).to(E4M3), w_NK.mul_(60).clamp_(-448, 448).to(E4M3)
+        rows = way.endswith("rowwise")
+        sa = torch.rand(m, 1, device=device) if rows else one
+        sb = torch.rand(1, n, device=device) if rows else one
+        fast = not way.endswith("exact sums")
+        yield partial(torch._scaled_mm, a, b.t(), sa, sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def gemms(report: Report, device: str, small: bool) -> None:
+    for part, shapes, rows in PRODUCTS:
+        for m in rows[:1] if small else rows:
+            for field, (n, k) in shapes.items():
+                n, k = (n // 16, k // 16) if small else (n, k)
+                head = {"product": f"{part}.{field}", "m": m, "n": n, "k": k}
+                report.attempt("gemms", head, partial(product_row, m, n, k, device, 2 if small else 48), 2.0)
+
+
+def product_row(m: int, n: int, k: int, device: str, most: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for way in ("bf16", "fp8", "fp8 rowwise", "fp8 exact sums"):
+        each = (m * k + n * k) * (2 if way == "bf16" else 1) + 2 * m * n
+        try:
+            us = timed(list(product_calls(way, m, n, k, device, max(2, min(most, int(ROTATED_BYTES / each) + 1)))), device)
+            row[way] = {"us": round(us, 2), "tflop_s": round(2 * m * n * k / us / 1e6, 1)}
+        except RuntimeError as error:  # a way that a shape or a version does not take; the others are still of use
+            row[way] = str(error)[:120]
+    return row
+
+
+def kernels(report: Report, device: str, small: bool) -> None:
+    """Time what writes e4m3, beside its bf16 counterpart."""
+    one = torch.full((1,), 40.0, device=device)
+    for m in (8,) if small else (50, 968, 30976):
+
+        def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+            copies = max(2, min(24, int(ROTATED_BYTES / (np.prod(shape) * 2)) + 1))
+            return [torch.randn(*shape, device=device, dtype=dtype) for _ in range(copies)]
+
+        d, f = (64, 128) if small else (2048, 16384)
+        w = torch.randn(d, device=device)
+        xs, rs, gs = make(m, d), make(m, d, dtype=torch.float32), make(m, 2 * f)
+        pairs = list(zip(xs, rs, strict=False))
+        cases: dict[str, list[Callable[[], object]]] = {
+            "add_rms_norm": [partial(add_rms_norm, x, r, w, 1e-6) for x, r in pairs],
+            "rms_norm_fp8": [partial(rms_norm_fp8, r, x, w, one, 1e-6) for x, r in pairs],
+            "layer_norm_fp8": [partial(layer_norm_fp8, r, x, w, w, one, 1e-6) for x, r in pairs],
+            "geglu": [partial(geglu, g) for g in gs],
+            "geglu_fp8": [partial(geglu_fp8, g, one) for g in gs],
+            "gelu_tanh_fp8": [partial(gelu_tanh_fp8, g, one) for g in gs],
+            "to_fp8": [partial(to_fp8, x, one) for x in xs],
+        }
+        for name, calls in cases.items():
+            report.attempt("kernels", {"op": name, "rows": m}, lambda c=calls: {"us": round(timed(c, device), 2)}, 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--family", default="pi05", choices=("pi05", "pi0"))
+    parser.add_argument("--parts", default="routes,accuracy,gemms,kernels")
+    parser.add_argument("--batches", default="1,4,32")
+    parser.add_argument("--budget", type=float, default=110.0, help="seconds")
+    parser.add_argument("--small", action="store_true", help="tiny dimensions, to try the script on a CPU")
+    parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.reference:
+        reference(args.reference, args.family, args.device, args.small)
+        return
+    report = Report(args.out, torch.device(args.device), args.budget)
+    batches = tuple(int(n) for n in args.batches.split(","))
+    run = {
+        "routes": lambda: routes(report, args.family, args.device, args.small, batches),
+        "accuracy": lambda: accuracy(report, args.family, args.device, args.small),
+        "gemms": lambda: gemms(report, args.device, args.small),
+        "kernels": lambda: kernels(report, args.device, args.small),
+    }
+    for part in args.parts.split(","):
+        try:
+            with torch.inference_mode():
+                run[part]()
+        except Exception as error:
+            report.add(part, {"error": f"{type(error).__name__}: {error}"[:400]})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
