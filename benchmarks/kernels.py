@@ -25,6 +25,7 @@ from torch import Tensor
 from stretto.layers import kernels as ops
 from stretto.layers.dispatch import FusedOp, implementation
 from stretto.layers.kernels import Modulation
+from stretto.layers.kernels.rope_3d import rope_3d_turns
 from stretto.layers.kernels.split_attention import Keys, Tiling, choose_tiling, split_attention
 
 BF16 = torch.bfloat16
@@ -177,8 +178,8 @@ def wan_cases() -> Iterator[Case]:
 def ring_write_args() -> Args:
     """One frame of 14B into page 3 of a ring of 4."""
     ring, one = normal(2, 2, 4 * 1560, 40, 128), torch.tensor([1], device="cuda")
-    qkv, start = normal(1, 1560, 3 * 5120), torch.tensor([37], device="cuda")
-    return (qkv, normal(5120), normal(5120), start, (1, 30, 52), ring[:, 0], ring[:, 1], one, 3 * 1560 * one), {"eps": 1e-6}
+    qkv, turns = normal(1, 1560, 3 * 5120), rope_3d_turns(torch.tensor([37], device="cuda"), (1, 30, 52), 128)
+    return (qkv, normal(5120), normal(5120), turns, ring[:, 0], ring[:, 1], one, 3 * 1560 * one), {"eps": 1e-6}
 
 
 def tensors_of(args: Args) -> Iterator[Tensor]:

@@ -18,8 +18,10 @@ copies reach on an H200, and for blocks what is realistic: products at 680 and a
 from __future__ import annotations
 
 import argparse
+import cProfile
 import itertools
 import json
+import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -129,6 +131,21 @@ def host_ms(run: Callable[[], object], device: torch.device) -> float:
         spans.append(time.perf_counter() - begin)
     torch.cuda.synchronize(device)
     return round(sorted(spans)[3] * 1e3, 4)
+
+
+def host_functions(run: Callable[[], object], device: torch.device, runs: int = 20) -> list[dict[str, Any]]:
+    """Return the functions that the host spends most of its time in as it issues a run; tracing them costs time too."""
+    torch.cuda.synchronize(device)
+    profile = cProfile.Profile()
+    for _ in range(runs):
+        profile.runcall(run)
+        torch.cuda.synchronize(device)
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    own = sorted(((own, calls, where) for where, (_, calls, own, _, _) in stats.items()), reverse=True)
+    return [
+        {"function": f"{Path(file).name}:{line} {name}"[:80], "calls": calls / runs, "us": round(own / runs * 1e6, 1)}
+        for own, calls, (file, line, name) in own[:14]
+    ]
 
 
 def kernels(run: Callable[[], object]) -> list[dict[str, Any]]:
@@ -245,6 +262,8 @@ def stages_of(
                 listed = kernels(bind(model, stage, rows, 1))
                 total = {"launches": sum(k["calls"] for k in listed), "kernel_us": round(sum(k["us"] for k in listed), 1)}
                 yield {**case, "stage": f"{stage.split('.')[0]}, kernels", **total, "kernels": listed}
+            if profiled and device.type == "cuda" and rows_count == 1 and stage == "block.0":
+                yield {**case, "stage": "block, host", "functions": host_functions(bind(model, stage, rows, 1), device)}
         del rows
 
 

@@ -33,6 +33,7 @@ from stretto.layers.kernels import (
     rope_3d,
     rope_write,
 )
+from stretto.layers.kernels.rope_3d import rope_3d_turns
 from stretto.layers.kernels.split_attention import Keys, Tiling, choose_tiling, split_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -241,8 +242,10 @@ def test_qk_norm_rope_write_touches_only_its_page_of_the_ring(
     ring = draw.normal(4, 2, 3 * tokens, heads, d)
     other = ring.clone()
     places = draw.slots(b, 4), offset
-    got = qk_norm_rope_write.kernel(qkv, *weights, start, grid, ring[:, 0], ring[:, 1], *places, eps=1e-6)
-    want = qk_norm_rope_write.reference(qkv, *weights, start, grid, other[:, 0], other[:, 1], *places, eps=1e-6)
+    turns = rope_3d_turns.kernel(start, grid, d)
+    agree(turns, rope_3d_turns.reference(start, grid, d))
+    got = qk_norm_rope_write.kernel(qkv, *weights, turns, ring[:, 0], ring[:, 1], *places, eps=1e-6)
+    want = qk_norm_rope_write.reference(qkv, *weights, turns, other[:, 0], other[:, 1], *places, eps=1e-6)
     agree(got, want)
     agree(ring, other)
 

@@ -25,6 +25,7 @@ from stretto.layers.kernels.level_norm import (
     level_layer_norm,
 )
 from stretto.layers.kernels.renoise import renoise
+from stretto.layers.kernels.rope_3d import rope_3d_turns
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_net import ActionAdapter, Block, WanNet
 from stretto.models.wan_ring import Ring
@@ -40,10 +41,11 @@ SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2 = range(6)
 class Clock:
     """What all stages of one visit derive from the rows: where the chunk is, and how noisy each frame is."""
 
-    frames_R: Tensor
+    turns_RT2P: Tensor
+    """Rotary cosines and sines of each frame of each row, R = B F."""
     slots_R: Tensor
     offsets_R: Tensor
-    """Absolute frame, state slot and first ring token of each frame of each row, R = B F."""
+    """State slot and first ring token of each frame."""
     levels_BF: Tensor
     history: Places
     """What of its ring each row attends to."""
@@ -78,7 +80,7 @@ class Clocks:
         frames_BF = place_B3[:, :1] * config.frames_per_chunk + frames
         pages_B = ((place_B3[:, 0] + 1) * config.frames_per_chunk).clamp(max=config.window_frames)
         return Clock(
-            frames_BF.flatten(),
+            rope_3d_turns(frames_BF.flatten(), (1, *config.grid), config.head_dim, theta=config.rope_theta),
             rows.state_slots_B.repeat_interleave(config.frames_per_chunk),
             (self.ring.pages(frames_BF) * config.tokens_per_frame).flatten(),
             levels_BF,
@@ -183,14 +185,12 @@ class BlockStage:
             attn.qkv(x_BND).view(-1, config.tokens_per_frame, 3 * config.width),
             attn.norm_q.weight,
             attn.norm_k.weight,
-            clock.frames_R,
-            (1, *config.grid),
+            clock.turns_RT2P,
             k_ring.flatten(1, 2),
             v_ring.flatten(1, 2),
             clock.slots_R,
             clock.offsets_R,
             eps=config.eps,
-            theta=config.rope_theta,
         )
         q_BNHd = q.view(rows.size, -1, config.heads, config.head_dim)
         out = chunk_attention(q_BNHd, k_ring.flatten(1, 2), v_ring.flatten(1, 2), clock.history)
