@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from linear_policy import example
 from openpi_client.action_chunk_broker import ActionChunkBroker
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from tiny_checkpoint import ROBOTS, write_checkpoint
+
+from stretto.control.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
 
@@ -167,3 +170,25 @@ def test_a_key_is_asked_for_where_one_was_set(start: Start) -> None:
         with pytest.raises(Exception, match="401"):
             command.connect(api_key=wrong)
     assert command.get("/healthz")[0] == 200
+
+
+def test_a_terminated_server_leaves_its_traces_whole(start: Start, tmp_path: Path) -> None:
+    lines, timeline = tmp_path / "t.jsonl", tmp_path / "t.json"
+    command = start("libero", "--control-hz", "10", "--trace", str(lines), str(timeline))
+    client = command.connect()
+    for _ in range(3):
+        client.infer(OBSERVATIONS["libero"])
+    assert len(read_trace(lines)) == 3  # while it runs
+    command.process.send_signal(signal.SIGTERM)
+    _, said = command.process.communicate(timeout=20)
+    assert command.process.returncode == 0, said
+    assert len([e for e in json.loads(timeline.read_text()) if e["name"] == "request"]) == 3
+
+
+def test_a_trace_without_a_control_rate_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "libero", **ROBOTS["libero"])
+    command = [sys.executable, "-m", "stretto.cli", "serve", str(folder), "--preset", "libero", "--port", "0"]
+    done = subprocess.run([*command, "--device", "cpu", "--trace", str(tmp_path / "t.jsonl")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "control_hz" in done.stderr
+    assert "Traceback" not in done.stderr

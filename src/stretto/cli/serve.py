@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional
@@ -23,6 +24,10 @@ class Args:
     max_message_bytes: int | None = None
     """Largest message; by default derived from the cameras that the checkpoint declares."""
     max_sessions: int = 256
+    trace: tuple[Path, ...] = ()
+    """Write every request to these files: FILE.jsonl for `stretto roofline` (say --control-hz too), FILE.json for Perfetto."""
+    trace_max_mb: float = 64.0
+    """Most that one trace may take on disk; what is older goes."""
     policy: Annotated[PolicyFlags, OmitArgPrefixes] = field(default_factory=PolicyFlags)
 
 
@@ -37,6 +42,8 @@ def run(args: Args) -> int:
         api_key=args.api_key,
         max_message_bytes=args.max_message_bytes,
         max_sessions=args.max_sessions,
+        traces=args.trace,
+        trace_max_mb=args.trace_max_mb,
     )
     with bind(options) as listener:
         policy = load_policy(args.checkpoint, args.policy.resolve())

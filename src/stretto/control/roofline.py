@@ -189,12 +189,20 @@ def locate(name: str, requests: Sequence[Request]) -> Point:
 
 
 def locate_files(paths: Sequence[Path]) -> tuple[Point, ...]:
-    """Place traces on the roofline, named after their files.
+    """Place traces on the roofline, named after their files; one that holds several modes is a point for each.
 
     Raises:
         TraceError: naming file, line and field of what cannot be used.
     """
-    return tuple(locate(path.name.removesuffix(".jsonl"), read_trace(path)) for path in paths)
+    return tuple(point for path in paths for point in _by_mode(path.name.removesuffix(".jsonl"), read_trace(path)))
+
+
+def _by_mode(name: str, requests: Sequence[Request]) -> list[Point]:
+    """A server's trace holds robots of all kinds, and the first request of one that chunks is like any other."""
+    modes = list(dict.fromkeys(r.mode for r in requests if r.answered))
+    if len(modes) < 2:
+        return [locate(name, requests)]
+    return [locate(f"{name} ({mode})", [r for r in requests if r.mode == mode]) for mode in modes]
 
 
 def _quantile(values: np.ndarray[Any, Any], percent: int) -> float:

@@ -29,6 +29,7 @@ from stretto.serve.options import ServerOptions
 from stretto.serve.request import Offer
 from stretto.serve.service import PolicyService
 from stretto.serve.session import PolicySession
+from stretto.serve.trace import Served, open_traces
 from stretto_client.codec import pack
 
 WATCH_S = 0.2
@@ -63,6 +64,10 @@ class PolicyServer:
         modes = tuple(metadata["rt"].get("rtc_modes", ()))
         self.offer = Offer(described["action_horizon"], described["action_dim"], modes)
         self.max_message_bytes: int = described["max_message_bytes"]
+        rate = metadata["rt"].get("control_hz")
+        self.traces = open_traces(
+            options.traces, int(options.trace_max_mb * 2**20), control_hz=rate, horizon=self.offer.horizon
+        )
         self.decoders = ThreadPoolExecutor(2, thread_name_prefix="stretto-decode")
         self.warmed = asyncio.Event()
         self.warm_error: BaseException | None = None
@@ -96,6 +101,8 @@ class PolicyServer:
             await asyncio.gather(watcher, return_exceptions=True)
             await self.drain(0.0)
             await asyncio.to_thread(self.service.close)
+            for trace in self.traces:
+                trace.close()
             self.decoders.shutdown(wait=False, cancel_futures=True)
 
     def _warm_in_background(self) -> None:
@@ -167,6 +174,11 @@ class PolicyServer:
         if len(self._guests) >= self.options.max_sessions:
             return 503, f"sessions: got one more, expected at most {self.options.max_sessions}"
         return None
+
+    def ended(self, served: Served) -> None:
+        """Write down a request that was answered or refused."""
+        for trace in self.traces:
+            trace.add(served)
 
     async def drain(self, timeout_s: float, abandon: Callable[[], bool] = lambda: False) -> None:
         """Take no new sessions, let requests in flight end for up to `timeout_s` or until `abandon`; close all sessions."""

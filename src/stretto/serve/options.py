@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from stretto.core.errors import ConfigError
 
@@ -34,6 +35,11 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may connect. Robots send no `Origin`; without this any page open on the machine could drive one."""
 
+    traces: tuple[Path, ...] = ()
+    """Files to write every request to: `.jsonl` for `stretto roofline`, `.json` for Perfetto."""
+    trace_max_mb: float = 64.0
+    """Most that one trace may take on disk; what is older goes."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", got=self.port, expected="0 to 65535")
@@ -43,6 +49,8 @@ class ServerOptions:
             raise ConfigError("max_message_bytes", got=self.max_message_bytes, expected="1024 or more")
         if self.max_sessions < 1:
             raise ConfigError("max_sessions", got=self.max_sessions, expected="1 or more")
+        if not math.isfinite(self.trace_max_mb) or self.trace_max_mb <= 0:
+            raise ConfigError("trace_max_mb", got=self.trace_max_mb, expected="a positive number of megabytes")
         for name in ("drain_s", "ping_interval_s", "dead_host_s"):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Exchange:
     session_id: str
     began_s: float
     decode_ms: float = 0.0
+    options: RequestOptions = field(default_factory=RequestOptions)
+    """What it said, once it has been read."""
 
 
 @dataclass(frozen=True, slots=True)

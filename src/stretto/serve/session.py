@@ -14,6 +14,7 @@ from stretto.core.errors import FieldError, RefusedError, StreamClosedError, Wor
 from stretto.core.policy import PolicyReply, Session
 from stretto.serve.protocol import ENGINE_DEAD, RESTARTING, TRY_LATER, Conversation, Phase, error_code, error_text
 from stretto.serve.request import Exchange, read_request
+from stretto.serve.trace import Served
 
 if TYPE_CHECKING:
     from starlette.types import Message
@@ -139,6 +140,7 @@ class PolicySession:
         self._given_s = now_s
         own_ms = {"decode": exchange.decode_ms, "encode": (sending_s - encoding_s) * 1e3}
         self._server.metrics.answered(reply, now_s - exchange.began_s, own_ms)
+        self._trace(exchange, now_s, own_ms=own_ms, reply=reply)
 
     async def _infer(self, exchange: Exchange) -> PolicyReply:
         """Decode, submit and wait. Decoding has its own threads: a hostile message may take long to read."""
@@ -147,6 +149,7 @@ class PolicySession:
         read = loop.run_in_executor(self._server.decoders, read_request, exchange, self._talk.offer)
         observation, options = await read
         exchange.decode_ms = (time.perf_counter() - started_s) * 1e3
+        exchange.options = options
         self._server.metrics.asked(options)
         if options.reset:
             self._given_s = None
@@ -168,10 +171,17 @@ class PolicySession:
         else:
             log.info("request %s of %s: %s", exchange.request_id, self.peer, error)
         reason = error.reason if isinstance(error, RefusedError) else ""
-        self._server.metrics.failed(code, time.perf_counter() - exchange.began_s, reason)
+        now_s = time.perf_counter()
+        self._server.metrics.failed(code, now_s - exchange.began_s, reason)
+        self._trace(exchange, now_s, reason=reason or code, refused=bool(reason))
         await self._send(self._talk.failed(exchange, error))
         if self._server.service.dead is not None:
             await self._close(ENGINE_DEAD, self._server.state)
+
+    def _trace(self, exchange: Exchange, now_s: float, **found: Any) -> None:
+        seconds = now_s - exchange.began_s
+        who = exchange.session_id, exchange.request_id
+        self._server.ended(Served(*who, exchange.began_s, seconds, exchange.options, **found))
 
     async def _send(self, frame: bytes | str) -> None:
         if self._talk.phase is Phase.CLOSED:
