@@ -1,8 +1,11 @@
 """The Triton kernel under `attention` and `prefix_attention`: split over keys, joined in a fixed order.
 
 The G = H / K query heads of one KV head are packed as rows, so one tile of K and V serves all of them. Keys are cut
-into blocks, and each split takes a run of consecutive blocks; a second kernel joins the splits in order, without
-atomics, so equal inputs give equal bits. Key counts are read on the device: one capture serves every prompt length.
+into blocks, and each split takes a run of consecutive blocks. Splits are joined in order of their index, by the program
+that comes last or by a second kernel, so equal inputs give equal bits. Key counts are read on the device: one capture
+serves every prompt length.
+
+Launches overlap (overlap.py): slots, lengths and masks must be there before the chain of kernels that a call is part of.
 
 Shape legend: B rows, T query tokens, M = T G packed query rows, P arena tokens, N suffix tokens, K key/value heads,
 d head size.
@@ -10,24 +13,34 @@ d head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
 
 LOG2_E = 1.4426950408889634
 
 
 class Tiling(NamedTuple):
-    """How one shape is cut; `splits` 1 means that no second kernel runs."""
+    """How one shape is cut; with `splits` 1 there is nothing to join."""
 
     block_m: int
     block_n: int
     splits: int
     warps: int
     stages: int
+    joined: int = 0
+    """1: the program that comes last joins the splits; 0: a second kernel does."""
+    described: int = 0
+    """1: tiles of K and V come by descriptor (TMA)."""
 
 
 class Keys(NamedTuple):
@@ -46,15 +59,16 @@ class Keys(NamedTuple):
 def choose_tiling(rows: int, groups: int, keys: int, head_dim: int, processors: int) -> Tiling:
     """Pick a tiling for `groups` (row, KV head) pairs of `rows` packed queries: fill the chip, then split over keys."""
     large = head_dim > 128
-    if groups * cdiv(rows, 128) >= 2 * processors:
-        return Tiling(128, 64, 1, 8, 2 if large else 3)
+    if groups * cdiv(rows, 128) * 10 >= 9 * processors:
+        # A third stage hides the loads; at head size 256 it fits with short blocks only.
+        return Tiling(128, 32, 1, 8, 3) if large else Tiling(128, 64, 1, 8, 3)
     block_m = 64 if rows > 32 else max(16, block_of(rows))
     tiles = groups * cdiv(rows, block_m)
-    blocks = cdiv(keys, 64)
-    # Past 8 splits the partial results cost more traffic than the shorter loops save.
-    splits = max(1, min(8, processors // tiles, blocks // 2))
+    # A suffix starts a block of its own. One block a split costs more in parts to join than its loop saves.
+    blocks = cdiv(keys, 64) + 1
+    each = max(2, cdiv(blocks, max(processors // tiles, 1)))
     # With 4 warps a 64 x 256 fp32 accumulator spills; with 8 it does not.
-    return Tiling(block_m, 64, splits, 8 if large and block_m == 64 else 4, 2 if large else 3)
+    return Tiling(block_m, 64, cdiv(blocks, each), 8 if large and block_m == 64 else 4, 3)
 
 
 @jit
@@ -67,21 +81,33 @@ def _attend(
     v: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
+    page: tl.tensor,
+    kv_head: tl.tensor,
     key: tl.tensor,
+    block: tl.tensor,
     present: tl.tensor,
     valid: tl.tensor,
     dim: tl.tensor,
     scale: tl.tensor,
+    DESCRIBED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Take in one block of keys by the online softmax, in base 2. `valid` broadcasts to [rows, keys]."""
-    k_tile = tl.load(k + key[:, None] * k_stride + dim[None, :], mask=present[:, None], other=0.0)
+    if DESCRIBED:
+        k_tile = k.load([page.to(tl.int32), kv_head, block * BLOCK_N, 0]).reshape(BLOCK_N, HEAD_DIM)
+    else:
+        k_tile = tl.load(k + key[:, None] * k_stride + dim[None, :], mask=present[:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee") * scale
     scores = tl.where(valid, scores, -1.0e30)
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights = tl.where(valid, tl.exp2(scores - new_top[:, None]), 0.0)
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
-    v_tile = tl.load(v + key[:, None] * v_stride + dim[None, :], mask=present[:, None], other=0.0)
+    if DESCRIBED:
+        v_tile = v.load([page.to(tl.int32), kv_head, block * BLOCK_N, 0]).reshape(BLOCK_N, HEAD_DIM)
+    else:
+        v_tile = tl.load(v + key[:, None] * v_stride + dim[None, :], mask=present[:, None], other=0.0)
     acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
     return acc, new_top, total
 
@@ -100,6 +126,7 @@ def _attention_kernel(
     part: tl.tensor,
     part_top: tl.tensor,
     part_total: tl.tensor,
+    counters: tl.tensor,
     q_b: tl.tensor,
     q_t: tl.tensor,
     q_h: tl.tensor,
@@ -129,8 +156,11 @@ def _attention_kernel(
     BOUNDED: tl.constexpr,
     SUFFIX: tl.constexpr,
     SPLITS: tl.constexpr,
+    JOINED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     split = tl.program_id(1)
     kv_head = tl.program_id(2) % KV_HEADS
@@ -141,7 +171,6 @@ def _attention_kernel(
     dim = tl.arange(0, HEAD_DIM)
     lane = tl.arange(0, BLOCK_N)
     here = row < rows
-    q_tile = tl.load(q + b * q_b + (token * q_t + head * q_h)[:, None] + dim[None, :], mask=here[:, None], other=0.0)
 
     page = b
     if INDEXED:
@@ -150,38 +179,82 @@ def _attention_kernel(
     if BOUNDED:
         bound = tl.minimum(tl.load(length + b).to(tl.int32), arena_tokens)
     arena_blocks = tl.cdiv(bound, BLOCK_N)
-    each = tl.cdiv(arena_blocks + tl.cdiv(suffix_tokens, BLOCK_N), SPLITS)
+    blocks = arena_blocks + tl.cdiv(suffix_tokens, BLOCK_N)
+    each = tl.cdiv(blocks, SPLITS)
     first, last = split * each, (split + 1) * each
+    k_at, v_at = k, v
+    if not DESCRIBED:
+        k_at, v_at = k + page * k_b + kv_head * k_h, v + page * v_b + kv_head * v_h
+        if OVERLAP and BLOCK_N <= 128:
+            for block in range(first, tl.minimum(tl.minimum(last, first + 2), arena_blocks)):
+                key = tl.minimum(block * BLOCK_N + lane, bound - 1)
+                prefetch_rows(k_at + key * k_t, BLOCK_N, HEAD_DIM * 2, 128, OVERLAP)
+                prefetch_rows(v_at + key * v_t, BLOCK_N, HEAD_DIM * 2, 128, OVERLAP)
+    await_inputs(OVERLAP)
 
+    q_tile = tl.load(q + b * q_b + (token * q_t + head * q_h)[:, None] + dim[None, :], mask=here[:, None], other=0.0)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    k_at, v_at = k + page * k_b + kv_head * k_h, v + page * v_b + kv_head * v_h
-    for block in range(first, tl.minimum(last, arena_blocks)):
+    mask_at = mask + b * mask_b + lane
+    end = tl.minimum(last, arena_blocks)
+    # The mask of a block is asked for one block ahead.
+    seen = lane < bound
+    if MASKED:
+        seen = tl.load(mask_at + first * BLOCK_N, mask=first * BLOCK_N + lane < bound, other=0) != 0
+    for block in range(first, end):
         key = block * BLOCK_N + lane
         present = key < bound
         valid = present
         if MASKED:
-            valid = tl.load(mask + b * mask_b + key, mask=present, other=0) != 0
-        acc, top, total = _attend(q_tile, acc, top, total, k_at, v_at, k_t, v_t, key, present, valid[None, :], dim, scale)
+            valid = seen
+            seen = tl.load(mask_at + (block + 1) * BLOCK_N, mask=key + BLOCK_N < bound, other=0) != 0
+        acc, top, total = _attend(
+            q_tile, acc, top, total, k_at, v_at, k_t, v_t, page, kv_head, key, block, present, valid[None, :], dim, scale,
+            DESCRIBED, BLOCK_N, HEAD_DIM,
+        )  # fmt: skip
     if SUFFIX:
-        k_at, v_at = k_suffix + b * ks_b + kv_head * ks_h, v_suffix + b * vs_b + kv_head * vs_h
+        k_at, v_at = k_suffix, v_suffix
+        if not DESCRIBED:
+            k_at, v_at = k_suffix + b * ks_b + kv_head * ks_h, v_suffix + b * vs_b + kv_head * vs_h
         suffix_blocks = tl.cdiv(suffix_tokens, BLOCK_N)
         for block in range(tl.maximum(first - arena_blocks, 0), tl.minimum(last - arena_blocks, suffix_blocks)):
             key = block * BLOCK_N + lane
             present = key < suffix_tokens
             valid = present[None, :] & ((token >= suffix_lead)[:, None] | (key < suffix_lead)[None, :])
-            acc, top, total = _attend(q_tile, acc, top, total, k_at, v_at, ks_t, vs_t, key, present, valid, dim, scale)
+            acc, top, total = _attend(
+                q_tile, acc, top, total, k_at, v_at, ks_t, vs_t, b, kv_head, key, block, present, valid, dim, scale,
+                DESCRIBED, BLOCK_N, HEAD_DIM,
+            )  # fmt: skip
 
+    out_at = out + ((b * tokens + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
     if SPLITS == 1:
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        at = (b * tokens + token) * (KV_HEADS * GROUP) + head
-        tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=here[:, None])
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None])
     else:
-        at = (tl.program_id(2) * SPLITS + split).to(tl.int64) * rows + row
-        tl.store(part + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=here[:, None])
-        tl.store(part_top + at, top, mask=here)
-        tl.store(part_total + at, total, mask=here)
+        at = (tl.program_id(2) * SPLITS).to(tl.int64) * rows + row
+        used = (split == 0) | (first < blocks)
+        if used:
+            tl.store(part + (at + split * rows)[:, None] * HEAD_DIM + dim[None, :], acc, mask=here[:, None])
+        tl.store(part_top + at + split * rows, tl.where(used, top, -2.0e30), mask=here)
+        tl.store(part_total + at + split * rows, total, mask=here)
+        if JOINED:
+            tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+            tl.debug_barrier()  # all threads have stored their part before one of them counts it
+            if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+                highest = tl.full((BLOCK_M,), -2.0e30, tl.float32)
+                for s in range(SPLITS):
+                    highest = tl.maximum(highest, tl.load(part_top + at + s * rows, mask=here, other=0.0, cache_modifier=".cg"))
+                acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+                for s in range(tl.maximum(tl.cdiv(blocks, tl.maximum(each, 1)), 1)):
+                    share = tl.exp2(tl.load(part_top + at + s * rows, mask=here, other=0.0, cache_modifier=".cg") - highest)
+                    total += share * tl.load(part_total + at + s * rows, mask=here, other=0.0, cache_modifier=".cg")
+                    part_at = part + (at + s * rows)[:, None] * HEAD_DIM + dim[None, :]
+                    acc += share[:, None] * tl.load(part_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
+                acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+                tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None])
+                tl.store(counters + tile, 0)
 
 
 @jit
@@ -196,26 +269,35 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Join the splits of one packed query row."""
+    await_inputs(OVERLAP)
     row, pair = tl.program_id(0), tl.program_id(1)
     rows = tokens * GROUP
     split = tl.arange(0, BLOCK_SPLITS)
     dim = tl.arange(0, HEAD_DIM)
     here = split < SPLITS
     at = (pair * SPLITS + split).to(tl.int64) * rows + row
-    top = tl.load(part_top + at, mask=here, other=-1.0e30)
+    top = tl.load(part_top + at, mask=here, other=-2.0e30)
+    stored = top > -1.5e30
+    acc = tl.load(part + at[:, None] * HEAD_DIM + dim[None, :], mask=stored[:, None], other=0.0)
     share = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(tl.load(part_total + at, mask=here, other=0.0) * share, 0)
-    acc = tl.load(part + at[:, None] * HEAD_DIM + dim[None, :], mask=here[:, None], other=0.0)
     joined = tl.sum(acc * share[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     b, head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS * GROUP + row % GROUP
     out_at = out + ((b * tokens + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM + dim
     tl.store(out_at, joined.to(out.dtype.element_ty))
 
 
-def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Tiling | None = None) -> Tensor:
-    """Run the kernel; all tensors have a dense last axis and d is a power of two, 16 or more. Returns [B, T, H, d]."""
+def split_attention(
+    q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Tiling | None = None, counters: Tensor | None = None
+) -> Tensor:
+    """Run the kernel; all tensors have a dense last axis and d is a power of two, 16 or more. Returns [B, T, H, d].
+
+    `counters`: int32 zeros, B K T G / 16 of them, that no concurrent call uses; zeros again afterwards. Without them they
+    are made for a call that needs them.
+    """
     batch, tokens, heads, head_dim = q_BTHd.shape
     kv_heads = keys.k_SPKd.shape[2]
     group, pairs = heads // kv_heads, batch * kv_heads
@@ -228,26 +310,41 @@ def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Til
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
     kept = pairs * cut.splits * rows if cut.splits > 1 else 0
     part = torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device)
-    parts = part[: kept * head_dim], part[kept * head_dim : kept * (head_dim + 1)], part[kept * (head_dim + 1) :]
-    mask = keys.k_SPKd if keys.mask_BP is None else _as_bytes(keys.mask_BP)
-    _attention_kernel[(cdiv(rows, cut.block_m), cut.splits, pairs)](
-        q_BTHd, keys.k_SPKd, keys.v_SPKd, k_suffix, v_suffix,
+    parts = part.split([kept * head_dim, kept, kept])
+    tiles = cdiv(rows, cut.block_m)
+    if counters is None and cut.joined and cut.splits > 1:
+        counters = torch.zeros(tiles * pairs, dtype=torch.int32, device=q_BTHd.device)
+    mask = _as_bytes(keys.mask_BP) if keys.mask_BP is not None else q_BTHd
+    sources: list[Any] = [keys.k_SPKd, keys.v_SPKd, k_suffix, v_suffix]
+    strides = [n for x in sources for n in x.stride()[:3]]
+    if cut.described:
+        sources = [_described(x, cut.block_n) for x in sources]
+    overlap = overlaps(q_BTHd)
+    _attention_kernel[(tiles, cut.splits, pairs)](
+        q_BTHd, *sources,
         q_BTHd if keys.slots_B is None else keys.slots_B, mask, q_BTHd if keys.length_B is None else keys.length_B,
-        out, *parts,
-        *q_BTHd.stride()[:3], *keys.k_SPKd.stride()[:3], *keys.v_SPKd.stride()[:3],
-        *k_suffix.stride()[:3], *v_suffix.stride()[:3], mask.stride(0),
+        out, *parts, q_BTHd if counters is None else counters,
+        *q_BTHd.stride()[:3], *strides, mask.stride(0),
         tokens, arena_tokens, suffix_tokens, keys.suffix_lead, (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
         INDEXED=keys.slots_B is not None, MASKED=keys.mask_BP is not None, BOUNDED=keys.length_B is not None, SUFFIX=suffix,
-        SPLITS=cut.splits, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, num_warps=cut.warps, num_stages=cut.stages,
+        SPLITS=cut.splits, JOINED=bool(cut.joined), DESCRIBED=bool(cut.described),
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, OVERLAP=overlap,
+        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
-    if cut.splits > 1:
+    if cut.splits > 1 and not cut.joined:
+        block = block_of(cut.splits)
         _join_kernel[(rows, pairs)](
             *parts, out, tokens,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=cut.splits, BLOCK_SPLITS=block_of(cut.splits),
-            num_warps=2,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=cut.splits, BLOCK_SPLITS=block,
+            OVERLAP=overlap, num_warps=2 if block <= 8 else 4, launch_pdl=overlap,
         )  # fmt: skip
     return out
+
+
+def _described(x_BNKd: Tensor, block: int) -> Any:
+    view = x_BNKd.transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block, x_BNKd.shape[-1]])
 
 
 def fits(q_BTHd: Tensor, *others: Tensor) -> bool:
