@@ -32,9 +32,8 @@ def candidates(key: Key) -> list[Config]:
     return [{"how": how} for how in ("slow", "fast", "wrong", "broken")]
 
 
-DOUBLE = Tunable(
-    "double", {"how": ("slow", "fast", "wrong", "broken")}, candidates, lambda k, t, d: (torch.ones(k, dtype=t),), run
-)
+HOW = ("slow", "fast", "wrong", "broken")
+DOUBLE = Tunable("double", {"how": HOW}, candidates, lambda key, dtype, device: (torch.ones(key, dtype=dtype),), run)
 
 
 @pytest.fixture(autouse=True)

@@ -59,11 +59,16 @@ def _gelu_kernel(
 
 def geglu_triton(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    geglu_into(gate_up, out)
+    return out
+
+
+def geglu_into(gate_up: Tensor, out: Tensor) -> None:
+    """Write the GeGLU of dense gate_up [..., 2 F] to dense out [..., F], by the kernel."""
+    width = out.shape[-1]
     block = min(block_of(width), MAX_BLOCK)
     _geglu_kernel[(out.numel() // width, cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=warps_of(block))
-    return out
 
 
 def gelu_tanh_triton(x: Tensor, bias_F: Tensor | None = None) -> Tensor:

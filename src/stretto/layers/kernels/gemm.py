@@ -1,16 +1,16 @@
 """One Triton matrix product with a choice of epilogues: the work that would follow it is done on the accumulator.
 
 Operands and results move by TMA. An epilogue that needs two columns of the product at once (a gate with its value, the two
-halves of a rotated head) makes both in one program, from two tiles of the weight. `persistent` programs take tile after
-tile, so that the loads of the next overlap the epilogue of the last.
+halves of a rotated head) has both in one accumulator, made from two parts of the weight that one load brings side by side.
+`persistent` programs take tile after tile, so that the loads of the next overlap the epilogue of the last.
 
-Shape legend: M rows, K inner width, N columns of the result, S row of the weight at which the second tile's part begins.
+Shape legend: M rows, K inner width, N columns of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ try:
 except ImportError:
     TensorDescriptor = None
 
-MIN_CAPABILITY = (9, 0)  # TMA
-GELU, GEGLU = 1, 2
+Activation = Literal["gelu", "geglu"]
 FIELDS: Mapping[str, tuple[int | str, ...]] = {
     "impl": ("cublas", "triton"),
     "block_m": (64, 128, 256),
@@ -59,6 +58,12 @@ class Tiling(NamedTuple):
 
 
 @jit
+def halves(acc: tl.tensor) -> tl.tensor:
+    """Return the left and the right half of a tile's columns; they lie in the same threads."""
+    return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@jit
 def _gemm_kernel(
     x: tl.tensor,
     w: tl.tensor,
@@ -67,9 +72,9 @@ def _gemm_kernel(
     rows: tl.tensor,
     columns: tl.tensor,
     inner: tl.tensor,
-    second: tl.tensor,
-    EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -86,39 +91,37 @@ def _gemm_kernel(
         within = tile - strip * GROUP * across
         m = (strip * GROUP + within % height) * BLOCK_M
         n = within // height * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if EPILOGUE == 2:
-            other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for step in range(steps):
-                x_tile = x.load([m, step * BLOCK_K])
-                acc = tl.dot(x_tile, w.load([n, step * BLOCK_K]).T, acc)
-                other = tl.dot(x_tile, w.load([second + n, step * BLOCK_K]).T, other)
-            acc = _gelu(acc) * other
+        acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), tl.float32)
+        for step in range(steps):
+            w_tile = w.load([0, n, step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
+            acc = tl.dot(x.load([m, step * BLOCK_K]), w_tile.T, acc)
+        if PARTS == 2:
+            gate, up = halves(acc)
+            acc = _gelu(gate) * up
         else:
-            for step in range(steps):
-                acc = tl.dot(x.load([m, step * BLOCK_K]), w.load([n, step * BLOCK_K]).T, acc)
             if BIAS:
                 acc += tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)[None, :]
-            if EPILOGUE == 1:
+            if GELU:
                 acc = _gelu(acc)
         out.store([m, n], acc.to(out.dtype))
 
 
-def gemm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, epilogue: int, tiling: Tiling) -> Tensor:
-    """Return epilogue(x @ weight.T + bias), [..., N], or [..., N / 2] for a gated one, in x's dtype."""
-    rows, inner = x_MK.numel() // x_MK.shape[-1], x_MK.shape[-1]
-    columns = weight_NK.shape[0] // (2 if epilogue == GEGLU else 1)
-    out = torch.empty(*x_MK.shape[:-1], columns, dtype=x_MK.dtype, device=x_MK.device)
+def gemm(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, *, activation: Activation | None = None
+) -> Tensor:
+    """Return activation(x @ weight.T + bias) for x [..., K]: [..., N], or [..., N / 2] for GeGLU (gate first, no bias)."""
+    inner, parts = x.shape[-1], 2 if activation == "geglu" else 1
+    rows, columns = x.numel() // inner, weight_NK.shape[0] // parts
+    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     t = tiling
     tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n)
-    _gemm_kernel[(min(tiles, multiprocessors(x_MK)) if t.persistent else tiles,)](
-        TensorDescriptor.from_tensor(x_MK.view(rows, inner), [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(weight_NK, [t.block_n, t.block_k]),
+    _gemm_kernel[(min(tiles, multiprocessors(x)) if t.persistent else tiles,)](
+        TensorDescriptor.from_tensor(x.view(rows, inner), [t.block_m, t.block_k]),
+        TensorDescriptor.from_tensor(weight_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out.view(rows, columns), [t.block_m, t.block_n]),
-        x_MK if bias_N is None else bias_N, rows, columns, inner, columns,
-        EPILOGUE=epilogue, BIAS=bias_N is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP=t.group,
-        PERSISTENT=bool(t.persistent), num_warps=t.warps,
-        num_stages=t.stages,
+        x if bias_N is None else bias_N, rows, columns, inner,
+        PARTS=parts, BIAS=bias_N is not None, GELU=activation == "gelu", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
@@ -129,8 +132,3 @@ def takes(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:
     return (
         dense and x.dtype == weight_NK.dtype and x.element_size() == 2 and x.shape[-1] % 8 == 0 and weight_NK.shape[0] % 16 == 0
     )
-
-
-def runs_on(device: torch.device) -> bool:
-    """Tell whether a device has what the kernel needs; on the CPU the interpreter does."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -8,7 +8,7 @@ Shape legend: ... any leading axes, M rows in all of them, K inner width, F hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,18 @@ from torch.nn.functional import linear
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.activation import geglu, geglu_reference, gelu_tanh, gelu_tanh_reference
+from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference, gelu_tanh, gelu_tanh_reference
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+GELU_BLOCKS = (
+    (128, 128, 64, 4, 8),
+    (128, 256, 64, 3, 8),
+    (256, 128, 64, 3, 8),
+    (128, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 128, 64, 4, 4),
+)
 
 
 def linear_geglu_reference(x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -45,10 +54,11 @@ def _choice(op: str, x: Tensor, weight: Tensor, hidden: int) -> Config | None:
 
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
-    """Run one choice; None is the rule. A product in parts keeps each call at a size that cuBLAS has a good tile for."""
+    """Run one choice; None is the rule. A product in parts is activated while it is still in the cache."""
     if choice is None or choice["impl"] == "cublas":
-        return _in_parts(choice, x, lambda part: geglu(linear(part, weight_2FK)))
-    return gemm.gemm(x, weight_2FK, None, gemm.GEGLU, Tiling.of(choice))
+        parts = 1 if choice is None else int(choice["parts"])
+        return geglu(linear(x, weight_2FK)) if parts == 1 else _in_parts(x, weight_2FK, parts)
+    return gemm.gemm(x, weight_2FK, None, Tiling.of(choice), activation="geglu")
 
 
 def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
@@ -58,41 +68,34 @@ def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor
     if choice is None or choice["impl"] == "cublas_gelu":
         flat: Tensor = torch._addmm_activation(bias_F, x.flatten(0, -2), weight_FK.t(), use_gelu=True)
         return flat.view(*x.shape[:-1], -1)
-    return gemm.gemm(x, weight_FK, bias_F, gemm.GELU, Tiling.of(choice))
+    return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice), activation="gelu")
 
 
-def _in_parts(choice: Config | None, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    parts = 1 if choice is None else int(choice.get("parts", 1))
-    if parts == 1:
-        return run(x)
-    flat = x.flatten(0, -2)
-    return torch.cat([run(part) for part in flat.chunk(parts)]).view(*x.shape[:-1], -1)
+def _in_parts(x: Tensor, weight_2FK: Tensor, parts: int) -> Tensor:
+    out = torch.empty(*x.shape[:-1], weight_2FK.shape[0] // 2, dtype=x.dtype, device=x.device)
+    for rows, into in zip(x.flatten(0, -2).chunk(parts), out.flatten(0, -2).chunk(parts), strict=True):
+        geglu_into(linear(rows, weight_2FK), into)
+    return out
 
 
-def _tilings(key: Key, *, gated: bool) -> list[Config]:
-    rows, _, hidden = key
-    blocks = [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8)] if gated else [(128, 128, 64, 4, 8), (128, 256, 64, 3, 8)]
-    if gated:
-        blocks += [(256, 64, 64, 4, 8), (128, 64, 64, 4, 4)]
-    else:
-        blocks += [(256, 128, 64, 3, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4)]
-    groups = (8,) if rows <= 1024 else (8, 16)
+def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
+    groups = (8,) if key[0] <= 1024 else (8, 16)
     return [
         Tiling(m, n, k, stages, warps, group, persistent).config
         for m, n, k, stages, warps in blocks
-        if n <= hidden
         for group in groups
         for persistent in (1, 0)
     ]
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    parts: list[Config] = [{"impl": "cublas", "parts": n} for n in (1, 2, 4) if n == 1 or key[0] // n >= 4096]
-    return [*parts, *_tilings(key, gated=True)]
+    parts = (1, *(n for n in (2, 4, 8, 16, 32, 64) if 400 <= key[0] // n <= 8000))
+    whole: list[Config] = [{"impl": "cublas", "parts": n} for n in parts]
+    return [*whole, *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8), (128, 64, 64, 3, 4)])]
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, gated=False)]
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, GELU_BLOCKS)]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -114,7 +117,7 @@ def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Te
 linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
 linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
 TUNABLES = (
-    Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4)}, _geglu_candidates, _geglu_inputs, run_geglu),
+    Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4, 8, 16, 32, 64)}, _geglu_candidates, _geglu_inputs, run_geglu),
     Tunable(
         "linear_gelu", {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "triton")}, _gelu_candidates, _gelu_inputs, run_gelu
     ),

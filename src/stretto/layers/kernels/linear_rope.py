@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.gemm import Tiling
-from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
+from stretto.layers.kernels.gemm import Tiling, halves
+from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
@@ -129,49 +129,46 @@ def _linear_rope_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ) -> None:
     PARTS: tl.constexpr = HALF // BLOCK_N
     across: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     down = tl.cdiv(rows, BLOCK_M)
     steps = tl.cdiv(inner, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
-        strip = tile // (GROUP * across)
-        height = tl.minimum(down - strip * GROUP, GROUP)
-        within = tile - strip * GROUP * across
-        m = (strip * GROUP + within % height) * BLOCK_M
-        head, part = within // height // PARTS, within // height % PARTS
-        n = head * 2 * HALF + part * BLOCK_N
-        low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            x_tile = x.load([m, step * BLOCK_K])
-            low = tl.dot(x_tile, w.load([n, step * BLOCK_K]).T, low)
-            high = tl.dot(x_tile, w.load([n + HALF, step * BLOCK_K]).T, high)
-        row = (m + tl.arange(0, BLOCK_M)).to(tl.int64)
-        pair = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        inside = (row < rows)[:, None]
-        at = row[:, None] * HALF + pair
-        turned = inside & (head < HEADS + KV_HEADS)
-        c = tl.load(cos + at, mask=turned, other=1.0)
-        s = tl.load(sin + at, mask=turned, other=0.0)
-        new_low = (low * c - high * s).to(q_out.dtype.element_ty)
-        new_high = (high * c + low * s).to(q_out.dtype.element_ty)
-        if head < HEADS:
-            q_at = q_out + (row * HEADS + head)[:, None] * (2 * HALF) + pair
-            tl.store(q_at, new_low, mask=inside)
-            tl.store(q_at + HALF, new_high, mask=inside)
+    tile = tl.program_id(0)
+    strip = tile // (GROUP * across)
+    height = tl.minimum(down - strip * GROUP, GROUP)
+    within = tile - strip * GROUP * across
+    m = (strip * GROUP + within % height) * BLOCK_M
+    head, part = within // height // PARTS, within // height % PARTS
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    for step in range(steps):
+        w_tile = w.load([2 * head, part * BLOCK_N, step * BLOCK_K]).reshape(2 * BLOCK_N, BLOCK_K)
+        acc = tl.dot(x.load([m, step * BLOCK_K]), w_tile.T, acc)
+    low, high = halves(acc)
+    row = (m + tl.arange(0, BLOCK_M)).to(tl.int64)
+    pair = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < rows)[:, None]
+    at = row[:, None] * HALF + pair
+    turned = inside & (head < HEADS + KV_HEADS)
+    c = tl.load(cos + at, mask=turned, other=1.0)
+    s = tl.load(sin + at, mask=turned, other=0.0)
+    new_low = (low * c - high * s).to(q_out.dtype.element_ty)
+    new_high = (high * c + low * s).to(q_out.dtype.element_ty)
+    if head < HEADS:
+        q_at = q_out + (row * HEADS + head)[:, None] * (2 * HALF) + pair
+        tl.store(q_at, new_low, mask=inside)
+        tl.store(q_at + HALF, new_high, mask=inside)
+    else:
+        page, t = tl.load(slots + row // tokens, mask=row < rows, other=0).to(tl.int64), row % tokens
+        kept = head - HEADS
+        if kept < KV_HEADS:
+            k_at = k_out + (page * k_slot + t * k_t + kept * 2 * HALF)[:, None] + pair
+            tl.store(k_at, new_low, mask=inside)
+            tl.store(k_at + HALF, new_high, mask=inside)
         else:
-            page, t = tl.load(slots + row // tokens, mask=row < rows, other=0).to(tl.int64), row % tokens
-            kept = head - HEADS
-            if kept < KV_HEADS:
-                k_at = k_out + (page * k_slot + t * k_t + kept * 2 * HALF)[:, None] + pair
-                tl.store(k_at, new_low, mask=inside)
-                tl.store(k_at + HALF, new_high, mask=inside)
-            else:
-                v_at = v_out + (page * v_slot + t * v_t + (kept - KV_HEADS) * 2 * HALF)[:, None] + pair
-                tl.store(v_at, new_low, mask=inside)
-                tl.store(v_at + HALF, new_high, mask=inside)
+            v_at = v_out + (page * v_slot + t * v_t + (kept - KV_HEADS) * 2 * HALF)[:, None] + pair
+            tl.store(v_at, new_low, mask=inside)
+            tl.store(v_at + HALF, new_high, mask=inside)
 
 
 def linear_rope_write_triton(
@@ -226,14 +223,14 @@ def _fused(
     (batch, tokens, inner), (kv_heads, head_dim) = x_BTD.shape, k_arena_SPKd.shape[-2:]
     rows = batch * tokens
     q = torch.empty(batch, tokens, heads, head_dim, dtype=x_BTD.dtype, device=x_BTD.device)
-    tiles = cdiv(rows, t.block_m) * weight_CD.shape[0] // (2 * t.block_n)
-    _linear_rope_kernel[(min(tiles, multiprocessors(x_BTD)) if t.persistent else tiles,)](
+    tiles = cdiv(rows, t.block_m) * (weight_CD.shape[0] // (2 * t.block_n))
+    _linear_rope_kernel[(tiles,)](
         TensorDescriptor.from_tensor(x_BTD.view(rows, inner), [t.block_m, t.block_k]),
-        TensorDescriptor.from_tensor(weight_CD, [t.block_n, t.block_k]),
+        TensorDescriptor.from_tensor(weight_CD.view(-1, head_dim // 2, inner), [2, t.block_n, t.block_k]),
         cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-        GROUP=t.group, PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
+        GROUP=t.group, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return q
 
