@@ -11,6 +11,10 @@ its first action. Nothing is slept, so the result does not depend on the speed o
 | `naive` | it goes on with the old chunk | it jumps to the action that belongs to now |
 | `identity`, `vjp`, `hard` | it goes on with the old chunk | the same; the chunk was made to continue the old one |
 
+Success comes in two forms: within the episode's own limit, and on time, that is within `--takt` times the control steps
+that the same policy needs in the same scene without delay (scenes that it then fails do not count). The second is what a
+robot is paid for; a robot that waits or dithers long enough solves most tasks by the first.
+
 A robot asks again after `max(--execute, delay)` actions. One that has no action left stands still. All modes start with
 the same noise for the n-th chunk of an episode. `--out` names files without their ending: .json, .md, .png and .svg.
 """
@@ -18,7 +22,9 @@ the same noise for the n-th chunk of an episode. `--out` names files without the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +38,7 @@ from stretto.deploy.device import resolve_device
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.deploy.provenance import provenance
 from stretto.evals.evaluate import Settings, evaluate
-from stretto.evals.results import Evaluation
+from stretto.evals.results import Evaluation, wilson
 from stretto_client.timeline import Chunk, Fallback, Timeline
 
 MODES = ("sync", "naive", "identity", "vjp", "hard")
@@ -158,7 +164,48 @@ def run_condition(
         found.append(Steps())
         return DelayedRobot(Asking(policy), found[-1], mode=mode, delay=delay, execute=execute, held=held)
 
-    return row(mode, delay, evaluate(connect=connect, settings=settings, console=sys.stderr), found)
+    result = evaluate(connect=connect, settings=settings, console=sys.stderr)
+    return {**row(mode, delay, result, found), "runs": [[e.task, e.seed, e.success, e.steps] for e in result.episodes]}
+
+
+TAKTS = (1.0, 1.1, 1.25, 1.5, 2.0)
+Scenes = dict[tuple[str, int], int]
+
+
+def needed(rows: Sequence[Mapping[str, Any]]) -> Scenes:
+    """Return the control steps that each solved scene needs without delay; `sync` and `naive` are then the same."""
+    plain = next((r for r in rows if r["delay"] == 0 and r["mode"] in ("sync", "naive")), None)
+    return {} if plain is None else {(task, seed): steps for task, seed, success, steps in plain["runs"] if success}
+
+
+def on_time(row: Mapping[str, Any], scenes: Scenes, takt: float) -> dict[tuple[str, int], bool]:
+    """Return, for each scene that counts, whether it was done in `takt` times the steps needed."""
+    runs = ((task, seed, success, steps) for task, seed, success, steps in row["runs"] if (task, seed) in scenes)
+    return {(task, seed): success and steps <= takt * scenes[task, seed] for task, seed, success, steps in runs}
+
+
+def judge(rows: Sequence[dict[str, Any]], takt: float) -> None:
+    """Add to each row who was on time, and how that compares with `naive` in the same scenes."""
+    scenes = needed(rows)
+    naive = {r["delay"]: on_time(r, scenes, takt) for r in rows if r["mode"] == "naive"}
+    for r in rows if scenes else ():
+        done = on_time(r, scenes, takt)
+        r["on_time"] = round(sum(done.values()) / max(1, len(done)), 4)
+        r["on_time_interval"] = [round(x, 4) for x in wilson(sum(done.values()), len(done))]
+        r["on_time_by_takt"] = {str(t): sum(on_time(r, scenes, t).values()) for t in TAKTS}
+        ratios = [steps / scenes[task, seed] for task, seed, _, steps in r["runs"] if (task, seed) in scenes]
+        r["steps_over_needed_median"] = round(float(np.median(ratios)), 4)
+        if (other := naive.get(r["delay"])) is not None and r["mode"] != "naive":
+            pairs = [(done[scene], other[scene]) for scene in done.keys() & other.keys()]
+            r["only_this_on_time"], r["only_naive_on_time"] = pairs.count((True, False)), pairs.count((False, True))
+            r["sign_test_p"] = round(sign_test(r["only_this_on_time"], r["only_naive_on_time"]), 5)
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Return how likely a split at least as uneven is if both are as good (two-sided, exact)."""
+    n = wins + losses
+    tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1))
+    return min(1.0, 2 * tail / 2**n)
 
 
 def row(mode: str, delay: int, result: Evaluation, found: Sequence[Steps]) -> dict[str, Any]:
@@ -187,18 +234,18 @@ def row(mode: str, delay: int, result: Evaluation, found: Sequence[Steps]) -> di
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table: success, largest step and mean step at seams of every mode, one line a delay."""
+    """Return a Markdown table, one line a delay: on time (or success), largest step and mean step at seams of every mode."""
     modes = list(dict.fromkeys(r["mode"] for r in rows))
     lines = ["| delay | " + " | ".join(modes) + " |", "|---" * (len(modes) + 1) + "|"]
     for delay in sorted({r["delay"] for r in rows}):
         cells = []
         for mode in modes:
             r = next((r for r in rows if (r["mode"], r["delay"]) == (mode, delay)), None)
-            cells.append(
-                ""
-                if r is None
-                else f"{100 * r['success_rate']:.0f} %, {r['largest_step_mean']:.2f}, {r['seam_step_mean'] or 0:.2f}"
-            )
+            if r is None:
+                cells.append("")
+                continue
+            done = 100 * r.get("on_time", r["success_rate"])
+            cells.append(f"{done:.0f} %, {r['largest_step_mean']:.2f}, {r['seam_step_mean'] or 0:.2f}")
         lines.append(f"| {delay} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -210,21 +257,26 @@ def draw(rows: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
 
     from stretto.control.plots import COLOURS
 
-    figure = Figure(figsize=(12, 4.0), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    success, largest, seams = figure.subplots(1, 3)
+    (success, timely), (largest, seams) = figure.subplots(2, 2)
     for i, mode in enumerate(dict.fromkeys(r["mode"] for r in rows)):
         mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["delay"])
         delays, line = [r["delay"] for r in mine], {"color": COLOURS[i], "label": mode, "marker": "osD^v"[i % 5], "ms": 4}
         success.plot(delays, [100 * r["success_rate"] for r in mine], **line)
         bounds = [[100 * r["interval"][k] for r in mine] for k in (0, 1)]
         success.fill_between(delays, *bounds, color=COLOURS[i], alpha=0.1, lw=0)
+        if all("on_time" in r for r in mine):
+            timely.plot(delays, [100 * r["on_time"] for r in mine], **line)
+            bounds = [[100 * r["on_time_interval"][k] for r in mine] for k in (0, 1)]
+            timely.fill_between(delays, *bounds, color=COLOURS[i], alpha=0.1, lw=0)
         largest.plot(delays, [r["largest_step_mean"] for r in mine], **line)
         seams.plot(delays, [r["seam_step_mean"] or 0.0 for r in mine], **line)
-    success.set(ylabel="success, %", ylim=(-2, 102))
+    success.set(ylabel="success in the end, %", ylim=(-2, 102))
+    timely.set(ylabel="success on time, %", ylim=(-2, 102))
     largest.set(ylabel="largest step between commands", ylim=(0, None))
     seams.set(ylabel="step where chunks meet, mean", ylim=(0, None))
-    for axes in (success, largest, seams):
+    for axes in (success, timely, largest, seams):
         axes.set_xlabel("delay, control steps")
         axes.grid(color="0.92", lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -245,14 +297,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--execute", type=int, default=8)
     parser.add_argument("--delays", default="0,1,2,3,4,5,6,7,8,9,10")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--takt", type=float, default=1.25, help="time allowed, in times of what is needed without delay")
     parser.add_argument("--schedule", default="exp", choices=("exp", "linear", "ones", "zeros"))
     parser.add_argument("--cap", type=float, default=5.0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--no-figures", dest="figures", action="store_false")
+    parser.add_argument("--figures-from", type=Path, help="judge and draw the rows of this .json again, and run nothing")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = parse(arguments)
+    if options.figures_from is not None:
+        return redraw(options.figures_from, options.takt)
     modes, delays = options.modes.split(","), [int(d) for d in options.delays.split(",")]
     settings = Settings(
         env=options.env,
@@ -284,22 +341,47 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             ),
         )
         policy.warm()
-        for mode in mine:
-            rows += [run_condition(policy, mode, delay, settings, options.execute, held) for delay in delays]
+        for delay, mode in itertools.product(delays, mine):
+            rows.append(run_condition(policy, mode, delay, settings, options.execute, held))
+            judge(rows, options.takt)
+            save(options, rows)
+            told = ("on_time", "success_rate", "seam_step_mean", "only_this_on_time", "only_naive_on_time")
+            print(
+                f"{mode}, delay {delay}: " + ", ".join(f"{name} {rows[-1][name]}" for name in told if name in rows[-1]),
+                flush=True,
+            )
         policy.close()
+    print(table(rows))
+    if options.out is not None and options.figures:
+        draw(rows, [options.out.with_suffix(".png"), options.out.with_suffix(".svg")])
+    return rows
+
+
+def redraw(saved: Path, takt: float) -> list[dict[str, Any]]:
+    """Write table and figures of a result."""
+    result = json.loads(saved.read_text())
+    rows: list[dict[str, Any]] = result["rows"]
+    judge(rows, takt)
+    saved.write_text(json.dumps({**result, "takt": takt}) + "\n")
+    saved.with_suffix(".md").write_text(table(rows))
+    draw(rows, [saved.with_suffix(".png"), saved.with_suffix(".svg")])
+    return rows
+
+
+def save(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write what is known so far."""
+    if options.out is None:
+        return
+    said = ("checkpoint", "env", "episodes", "execute", "takt", "schedule", "cap")
     result = {
         **provenance(resolve_device(options.device)),
-        **{name: getattr(options, name) for name in ("checkpoint", "env", "episodes", "execute", "schedule", "cap")},
+        **{name: getattr(options, name) for name in said},
         "tasks": options.task or "all",
         "rows": rows,
     }
-    print(table(rows))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(table(rows))
-        draw(rows, [options.out.with_suffix(".png"), options.out.with_suffix(".svg")])
-    return rows
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(result) + "\n")
+    options.out.with_suffix(".md").write_text(table(rows))
 
 
 if __name__ == "__main__":

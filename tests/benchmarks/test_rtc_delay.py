@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rtc_delay import GUIDED, MODES, DelayedRobot, Steps, draw, table
+from rtc_delay import GUIDED, MODES, DelayedRobot, Steps, draw, judge, sign_test, table
 
 from stretto.core.policy import RequestOptions
 
@@ -104,3 +104,29 @@ def test_the_table_and_the_figure_show_every_mode(tmp_path: Path) -> None:
     assert lines[3].startswith("| 5 | 50 %, 1.00, 0.00 | 50 %, 1.00, 0.25 |")
     draw(rows, [tmp_path / "a.png", tmp_path / "a.svg"])
     assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def judged(**steps: list[int]) -> list[dict[str, Any]]:
+    """Rows of modes in the same scenes; a scene of 0 steps was never solved."""
+    rows = []
+    for name, mine in steps.items():
+        mode, _, delay = name.partition("_")
+        runs = [["t", seed, n > 0, n or 500] for seed, n in enumerate(mine)]
+        rows.append({"mode": mode, "delay": int(delay), "runs": runs})
+    judge(rows, 1.25)
+    return rows
+
+
+def test_on_time_counts_scenes_that_are_solved_without_delay_within_the_time_allowed() -> None:
+    plain, naive, identity = judged(naive_0=[80, 80, 100, 0], naive_4=[100, 101, 0, 90], identity_4=[90, 100, 125, 90])
+    assert plain["on_time"] == 1.0
+    assert naive["on_time"] == pytest.approx(1 / 3, abs=1e-4)
+    assert identity["on_time"] == 1.0
+    assert (identity["only_this_on_time"], identity["only_naive_on_time"]) == (2, 0)
+    assert identity["on_time_by_takt"]["1.1"] == 0
+    assert "only_this_on_time" not in naive
+
+
+@pytest.mark.parametrize(("wins", "losses", "p"), [(0, 0, 1.0), (1, 1, 1.0), (5, 0, 0.0625), (0, 5, 0.0625), (9, 1, 22 / 1024)])
+def test_the_sign_test_is_exact(wins: int, losses: int, p: float) -> None:
+    assert sign_test(wins, losses) == pytest.approx(p)
