@@ -29,6 +29,8 @@ class Placement:
 
     segment: Segment
     device: str
+    lane: int = 0
+    """Which of the device's queues of work runs it; lanes of a device run side by side, a higher one ahead of a lower."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Plan:
     mode: Mode = "eager"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Sizes to prepare, by axis: `batch`, or a bucketed axis of the model. An axis without an entry gets all its sizes."""
+    ahead: int = 1
+    """Batches that the host of a GPU launches behind the one that runs. 0: each batch is chosen when the device is free, by
+    what is there then, and the device waits for its launch."""
 
     def placements(self, stream_class: str) -> tuple[Placement, ...]:
         """Return the placements of a class.
@@ -72,6 +77,10 @@ class Plan:
 
     def batch_cap(self, device: str) -> int:
         return self.batch_caps.get(device, 1)
+
+    def lanes(self, device: str) -> int:
+        """Return how many lanes the plan uses on a device."""
+        return 1 + max((p.lane for placements in self.classes.values() for p in placements if p.device == device), default=0)
 
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
         return replace(self, shapes=shapes)
@@ -92,6 +101,8 @@ class Plan:
             raise PlanError("devices", got=names, expected="distinct names")
         if self.in_flight < 1:
             raise PlanError("in_flight", got=self.in_flight, expected="1 or more")
+        if self.ahead < 0:
+            raise PlanError("ahead", got=self.ahead, expected="0 or more")
         for name, credit in self.credits.items():
             if name not in self.classes or credit < 1:
                 raise PlanError(f"credits[{name}]", got=credit, expected=f"1 or more, for one of {sorted(self.classes)}")
@@ -112,6 +123,8 @@ class Plan:
                 where = f"classes[{name}][{i}]"
                 if p.device not in names:
                     raise PlanError(f"{where}.device", got=repr(p.device), expected=f"one of {names}")
+                if p.lane < 0:
+                    raise PlanError(f"{where}.lane", got=p.lane, expected="0 or more")
                 if p.segment.start != at or p.segment.stop <= p.segment.start:
                     raise PlanError(f"{where}.segment", got=p.segment, expected=f"a segment that starts at visit {at}")
                 at = p.segment.stop
@@ -139,7 +152,7 @@ class Plan:
         try:
             devices = tuple(Device(**d) for d in raw.pop("devices"))
             classes = {
-                name: tuple(Placement(Segment(**p["segment"]), p["device"]) for p in ps)
+                name: tuple(Placement(**{**p, "segment": Segment(**p["segment"])}) for p in ps)
                 for name, ps in raw.pop("classes").items()
             }
             shapes = {axis: tuple(sizes) for axis, sizes in raw.pop("shapes", {}).items()}
@@ -161,3 +174,24 @@ def per_visit(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "ea
     """Plan every visit as a segment of its own on one device: chunks of many streams join and leave batches between visits."""
     placements = tuple(Placement(s, device) for s in route.cut(range(1, len(route))))
     return Plan("per_visit", (Device(device),), {"default": placements}, {device: batch_cap}, dispatch=dispatch, mode=mode)
+
+
+def overlapped(
+    route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager", between_visits: bool = False, dispatch: str = ""
+) -> Plan:
+    """Plan two lanes on one device: the loop over a stage runs beside what comes before it, for other chunks.
+
+    The second lane begins at the first visit of a stage that the route visits more than once. With `between_visits` chunks
+    join and leave its batches between two visits; else the loop is one segment.
+
+    Raises:
+        PlanError: if the route has no such stage, or begins with it.
+    """
+    stages = [v.stage for v in route.visits]
+    loop = next((i for i, stage in enumerate(stages) if stages.count(stage) > 1), 0)
+    if not loop:
+        raise PlanError("route", got=stages, expected="a stage that is visited more than once, after others")
+    cuts = range(loop, len(route)) if between_visits else (loop,)
+    placements = tuple(Placement(s, device, int(s.start >= loop)) for s in route.cut(cuts))
+    plan = Plan("overlapped", (Device(device),), {"default": placements}, {device: batch_cap}, mode=mode)
+    return plan.with_dispatch(dispatch) if dispatch else plan

@@ -7,7 +7,7 @@ Inputs of the route share one packed byte row per slot, so that a request is one
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,24 +66,37 @@ class InputLayout:
         return InputLayout(dict(specs), *packed(specs, _ALIGN))
 
     def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> Tensor:
-        """Pack one request into a byte row on the host; inputs shorter than declared are padded with zeros.
+        """Pack one request into a new byte row on the host.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
         """
-        if set(inputs) != set(self.specs):
+        row = torch.empty(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
+        self.fill(row, inputs)
+        return row
+
+    def fill(self, row: Tensor, inputs: Mapping[str, np.ndarray]) -> None:
+        """Write one request into a byte row; inputs shorter than declared are padded with zeros.
+
+        Raises:
+            FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
+        """
+        if inputs.keys() != self.specs.keys():
             raise FieldError("inputs", got=sorted(inputs), expected=sorted(self.specs))
-        packed = torch.zeros(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
-        raw = packed.numpy()
+        raw = row.numpy()
         for name, spec in self.specs.items():
             value = np.asarray(inputs[name])
-            fits = value.ndim == len(spec.shape) and all(n <= m for n, m in zip(value.shape, spec.shape, strict=True))
-            if not fits or value.dtype.name != spec.dtype:
+            if value.dtype.name != spec.dtype or not _fits(value.shape, spec.shape):
                 raise FieldError(name, got=f"{value.dtype.name}{list(value.shape)}", expected=f"{spec.dtype}{list(spec.shape)}")
-            start = self.offsets[name]
-            target = raw[start : start + spec.nbytes].view(value.dtype).reshape(spec.shape)
-            target[tuple(slice(0, n) for n in value.shape)] = value
-        return packed
+            target = np.ndarray(spec.shape, value.dtype, raw, self.offsets[name])
+            if value.shape != spec.shape:
+                target.fill(0)
+                target = target[tuple(slice(0, n) for n in value.shape)]
+            target[...] = value
+
+
+def _fits(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    return shape == most or (len(shape) == len(most) and all(n <= m for n, m in zip(shape, most, strict=True)))
 
 
 class Arenas:
@@ -114,6 +127,7 @@ class Arenas:
         self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots", spare[pool]) for pool in state}
         self.layout = InputLayout.of(inputs)
         self._packed = torch.zeros(slots + 1, self.layout.row_bytes, dtype=torch.uint8, device=device)
+        self._numbers = torch.arange(slots + 1, device=device)
         self._tensors = {name: self._input_view(name) for name in inputs}
         self._tensors |= {name: self._zeros(slots + 1, spec) for name, spec in values.items()}
         for pool, specs in state.items():
@@ -133,6 +147,15 @@ class Arenas:
     def load(self, slot: int, packed: Tensor) -> None:
         """Copy one packed request into a slot; asynchronous when `packed` is pinned."""
         self._packed[slot].copy_(packed, non_blocking=True)
+
+    def rows(self, names: Sequence[str], slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return copies of values, [B, ...], of these slots in their order. Does not synchronise."""
+        first, last = slots[0], slots[-1]
+        if tuple(slots) == tuple(range(first, last + 1)):
+            index = self._numbers[first : last + 1]  # no copy from the host
+        else:
+            index = torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
+        return {name: self._tensors[name].index_select(0, index) for name in names}
 
     @property
     def nbytes(self) -> int:

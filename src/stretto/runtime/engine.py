@@ -29,7 +29,7 @@ from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import slots_per_stream, state_slots
 from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
-from stretto.runtime.pending import Pending
+from stretto.runtime.pending import Answer, Pending
 from stretto.runtime.seat import Seat
 from stretto.runtime.stream import Stream as Stream
 from stretto.runtime.ways import MAIN, ways_of
@@ -50,6 +50,7 @@ class Engine:
         streams: int = 64,
         routes: Mapping[str, Route] | None = None,
         workers: Workers | None = None,
+        callers_launch: bool | None = None,
     ) -> None:
         """Make an engine.
 
@@ -57,6 +58,8 @@ class Engine:
             slots: chunks that a device holds at a time. `streams`: streams that it holds state for.
             routes: other routes of the model by name, beside its main one.
             workers: run each device in a process of its own. `model` then needs no weights: it describes.
+            callers_launch: whether `submit` may launch on an idle device of this process itself. None: where a launch is a
+                mere hand-over, which it is for graphs on a GPU.
 
         Raises:
             PlanError: if the plan does not fit the model.
@@ -80,17 +83,17 @@ class Engine:
             )  # fmt: skip
             self.executors = self._fleet.seats
         else:
-            self.executors = self._executors(slots, streams)
+            self.executors = self._executors(slots, streams, callers_launch)
         self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
 
-    def _executors(self, slots: int, streams: int) -> dict[str, Executor]:
+    def _executors(self, slots: int, streams: int, callers_launch: bool | None) -> dict[str, Executor]:
         executors: dict[str, Executor] = {}
         outputs = {name: route.outputs for name, route in self.ways.routes.items()}
         courier = Courier(outputs, self._links, self._finisher)
         for device in self.plan.devices:
             executors[device.name] = executor = Executor(
                 self.model, self.plan, device.name, slots=slots, streams=streams, ways=self.ways,
-                depart=courier.depart, fail=self._fail, died=self._died,
+                depart=courier.depart, fail=self._fail, died=self._died, callers_launch=callers_launch,
             )  # fmt: skip
             self._links[device.name] = LocalLink(device.name, Arrivals(executor.offer_all).receive)
         return executors
@@ -131,6 +134,12 @@ class Engine:
     def costs(self) -> dict[tuple[str, ...], tuple[float, ...]]:
         """Stages that run as one task -> measured seconds of a batch of 1, 2, ...; known for models without state."""
         return {stages: tuple(seconds) for e in self.executors.values() for stages, seconds in e.costs.items()}
+
+    @property
+    def slowed(self) -> dict[tuple[str, ...], float]:
+        """Stages that run as one task -> how many times longer it takes beside another lane; known where costs are."""
+        near = (e for e in self.executors.values() if isinstance(e, Executor))
+        return {stages: factor for e in near for stages, factor in e.slowed.items()}
 
     @property
     def in_flight(self) -> int:
@@ -202,7 +211,7 @@ class Engine:
         pace_s = self.plan.pace_s.get(stream.stream_class)
         if pace_s is not None and flow.deadline_s == math.inf:
             flow.deadline_s = flow.submitted_s + pace_s
-        future: Future[Chunk] = Future()
+        future = Answer(self._finisher)
         with self._lock:
             self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)
             # Where chunks hand state on, more of them in flight than the plan says would only fill queues.

@@ -3,6 +3,10 @@
 The executor never waits for another device. A chunk arrives with its values, passes through the segments placed here,
 and departs with the values that live on: to the next device, or to the host when the route is done. Each lane of the
 device has a thread; what they share (`Desk`) changes under one lock, which none of them holds while it launches.
+
+A thread is woken for what its lane is given, and that takes longer than a launch. So where a launch is a mere hand-over,
+whoever offers a chunk to an idle lane does the lane's work itself. Only one thread at a time does (`Lane.driver`), and what
+can run code of users, such as telling that a chunk failed, is left to the lane's thread.
 """
 
 from __future__ import annotations
@@ -22,23 +26,19 @@ from torch import Tensor
 from stretto.core.errors import StreamClosedError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
-from stretto.parallel.order import hold_for_current_stream
 from stretto.runtime.desk import Batch, Desk, Fail
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
+from stretto.runtime.launcher import Depart, Launcher
 from stretto.runtime.layout import arenas_for
 from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.staging import Staging
-from stretto.runtime.timing import Stamp
 from stretto.runtime.ways import Ways, ways_of
 
 log = logging.getLogger(__name__)
 
 LOOKS_AHEAD = ("deadline_limited",)
 """Dispatch policies that hold costs against deadlines."""
-
-Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
-"""Takes chunks that leave from one place of one route, and their values as [B, ...] on the device; on a thread of it."""
 
 
 class Executor:
@@ -56,27 +56,35 @@ class Executor:
         fail: Fail,
         died: Callable[[str, str], None] | None = None,
         ways: Ways | None = None,
+        callers_launch: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Make one. `callers_launch`: whether whoever offers a chunk may launch it; None: where launching computes nothing."""
         self.name = device_name
         self.device = torch.device(device_name if device_name.startswith("cuda") else "cpu")
         self._plan = plan
-        self._depart, self._fail, self._died, self._clock = depart, fail, died, clock
+        self._fail, self._died, self._clock = fail, died, clock
         self._stateless = not model.state and not model.conditions
+        prompt = self.device.type == "cuda" and plan.mode == "graph" and self._stateless
+        self._callers_launch = prompt if callers_launch is None else callers_launch
         ways = ways or ways_of(model, plan)
         self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams, ways=ways)
         self._staging = Staging(self.arenas.layout, pin=self.device.type == "cuda", keep=slots)
         self._can = Repertoire(model, plan, ways, device_name, self.arenas)
         count = plan.lanes(device_name)
-        self._lanes = [Lane(i, self.device, alone=count == 1, clock=clock) for i in range(count)]
-        self._desk = Desk(model, plan, device_name, self.arenas, self._can, self._lanes, ways=ways, fail=fail, clock=clock)
+        self._lanes = [Lane(i, self.device, alone=count == 1, clock=clock, ahead=plan.ahead) for i in range(count)]
+        self._desk = Desk(
+            model, plan, device_name, self.arenas, self._can, self._lanes, ways=ways, fail=self._lose, clock=clock
+        )
         self._turn = threading.RLock()  # guards the desk; a callback of a chunk that fails may come back here
         self._wake = threading.Condition(threading.Lock())
         self._news = 0  # grows with everything after which a lane that found nothing to run should look again
         self._mail: deque[Callable[[], None]] = deque()
-        self._launches = 0
+        self._lost: deque[tuple[Flow, Exception]] = deque()
+        self._fault: Exception | None = None
+        self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._turn, depart)
         self._holds = 0
-        self._stopping = False
+        self._started = self._stopping = False
         self.dead: str | None = None
         self._threads = [
             threading.Thread(target=self._loop, args=(lane,), name=f"executor {device_name} {lane.number}", daemon=True)
@@ -97,7 +105,13 @@ class Executor:
         """Stages that run as one task -> measured seconds of a batch of 1, 2, ... of them; empty before `warm`."""
         return self._can.by_stages(self._desk.limits.costs)
 
+    @property
+    def slowed(self) -> Mapping[tuple[str, ...], float]:
+        """Stages that run as one task -> how many times longer it takes beside another lane; empty before `warm`."""
+        return self._can.slowed
+
     def start(self) -> None:
+        self._started = True
         for thread in self._threads:
             thread.start()
 
@@ -109,9 +123,13 @@ class Executor:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
+        for lane in self._lanes:
+            with lane.driver:  # a caller may be launching
+                pass
         with self._turn:
             self._drain()
             self._desk.clear(StreamClosedError("the engine was closed"))
+        self._tell_lost()
 
     def open_stream(self, stream: int, stream_class: str) -> None:
         """Make room for a stream's state here. The caller has checked that there is some."""
@@ -135,11 +153,14 @@ class Executor:
         self._post(lambda: self._desk.residents.set_condition(stream, name, version, value.to(self.device)))
 
     def offer(self, flow: Flow) -> None:
-        """Hand a chunk to this device; any thread."""
-        self.offer_all((flow,))
+        """Hand a chunk to this device; any thread, which may also launch it."""
+        self._take_in((flow,), self._lanes[flow.placement.lane] if self._callers_launch else None)
 
     def offer_all(self, flows: Sequence[Flow]) -> None:
         """Hand chunks to this device that may share a batch from the start; any thread."""
+        self._take_in(flows, None)
+
+    def _take_in(self, flows: Sequence[Flow], lane: Lane | None) -> None:
         now_s = self._clock()
         for flow in flows:
             flow.ready_s = now_s  # the device may be busy for a while before it looks at its mail
@@ -148,7 +169,7 @@ class Executor:
             for flow in flows:
                 self._desk.enqueue(flow)
 
-        if not self._post(enqueue):
+        if not self._post(enqueue, lane):
             for flow in flows:
                 self._fail(flow, self._death())
 
@@ -162,20 +183,41 @@ class Executor:
         finally:
             with self._wake:
                 self._holds -= 1
-                self._tell()
+            for lane in self._lanes:
+                if not (self._callers_launch and self._drive(lane)):
+                    self._tell()
 
-    def _post(self, action: Callable[[], None]) -> bool:
+    def _post(self, action: Callable[[], None], lane: Lane | None = None) -> bool:
         with self._wake:
             if self.dead is not None:
                 return False
             self._mail.append(action)
+        if lane is None or not self._drive(lane):
             self._tell()
-            return True
+        return True
 
     def _tell(self) -> None:
-        """Let every lane look again for what it can run; the caller holds `_wake`."""
-        self._news += 1
-        self._wake.notify_all()
+        """Let every lane's thread look again for what it can run."""
+        with self._wake:
+            self._news += 1
+            self._wake.notify_all()
+
+    def _drive(self, lane: Lane) -> bool:
+        """Do a lane's work on the calling thread as far as it does not have to wait; False if the lane's thread is needed."""
+        if not self._started or not lane.driver.acquire(blocking=False):
+            return False
+        try:
+            with lane.current():
+                while self._fault is None and not lane.full:
+                    batch = self._choose(lane)
+                    if batch is None:
+                        return not self._lost and len(self._lanes) == 1
+                    self._launch(lane, batch)
+        except Exception as error:  # the same edge as in `_loop`, whose thread is to tell
+            self._fault = error
+        finally:
+            lane.driver.release()
+        return False
 
     def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
         """Pack the inputs of a chunk that starts here.
@@ -196,7 +238,7 @@ class Executor:
     @property
     def launches(self) -> int:
         """Batches that have been handed to the device so far."""
-        return self._launches
+        return self._launcher.launches
 
     @property
     def busy(self) -> bool:
@@ -206,12 +248,55 @@ class Executor:
     def _loop(self, lane: Lane) -> None:
         try:
             with lane.current():
-                while (batch := self._next(lane)) is not None:
-                    self._launch(lane, batch)
-                    lane.running = ()
+                while not self._stopping:
+                    seen = self._news
+                    with lane.driver:
+                        batch = self._next(lane)
+                        if batch is not None:
+                            self._launch(lane, batch)
+                    self._tell_lost()
+                    if batch is None:
+                        self._sleep(seen)
         except Exception as error:  # the device's edge: whatever it was, the device is lost and its chunks must know
             log.exception("device %s is down", self.name)
             self._die(f"{type(error).__name__}: {error}")
+
+    def _next(self, lane: Lane) -> Batch | None:
+        if self._fault is not None:
+            raise self._fault
+        with self._turn:
+            self._drain()
+        if lane.waiting:
+            # Before choosing, so that the choice is made by what is there when it can run.
+            lane.make_room()
+        return None if lane.full else self._choose(lane)
+
+    def _sleep(self, seen: int) -> None:
+        with self._wake:
+            while not self._stopping and self._news == seen:
+                self._wake.wait()
+
+    def _choose(self, lane: Lane) -> Batch | None:
+        """Do what others asked for, and take the batch that a lane runs next, if there is one."""
+        with self._turn:
+            self._drain()
+            return None if self._holds or self._stopping else self._desk.choose(lane)
+
+    def _drain(self) -> None:
+        while self._mail:
+            self._mail.popleft()()
+
+    def _lose(self, flow: Flow, error: Exception) -> None:
+        self._lost.append((flow, error))
+
+    def _tell_lost(self) -> None:
+        """Tell whose chunks failed. Runs code of users."""
+        while True:
+            try:
+                flow, error = self._lost.popleft()
+            except IndexError:  # another lane's thread may take the last one
+                return
+            self._fail(flow, error)
 
     def _die(self, reason: str) -> None:
         with self._turn:
@@ -222,80 +307,14 @@ class Executor:
                 self._wake.notify_all()
             self._drain()
             self._desk.clear(self._death())
+        self._tell_lost()
         if first and self._died is not None:
             self._died(self.name, reason)
 
     def _death(self) -> WorkerDiedError:
         return WorkerDiedError(f"device {self.name} is down: {self.dead}")
 
-    def _next(self, lane: Lane) -> Batch | None:
-        """Return what a lane runs next; does what others asked for, and sleeps while there is nothing. None to stop."""
-        while True:
-            # Before choosing, so that the choice is made by what is there when it can run.
-            lane.make_room()
-            seen = self._news
-            if self._stopping:
-                return None
-            with self._turn:
-                self._drain()
-                batch = None if self._holds or self._stopping else self._desk.choose(lane)
-            if batch is not None:
-                return batch
-            with self._wake:
-                while not self._stopping and self._news == seen:
-                    self._wake.wait()
-
-    def _drain(self) -> None:
-        while self._mail:
-            self._mail.popleft()()
-
     def _launch(self, lane: Lane, batch: Batch) -> None:
-        flows = batch.flows
-        self._bring(lane, flows)
-        lengths = {axis: max(f.lengths[axis] for f in flows) for axis in flows[0].lengths}
-        begin = Stamp(self.device)
-        ran = batch.entry.program.launch(batch.members, lengths)
-        end = Stamp(self.device)
-        lane.gave(end, batch.seconds / (1.0 + self._desk.limits.margin))
-        name = "+".join(dict.fromkeys(batch.entry.stages))
-        for flow in flows:
-            flow.spans.append((name, begin, end, len(flows)))
-            flow.ran_eagerly |= ran.mode == "eager"
-            if flow.packed is not None:
-                self._staging.give(flow.packed, begin)
-                flow.packed = None
-        with self._turn:
-            self._launches += 1
-            leaving = self._desk.launched(lane, batch, end)
-        for group in leaving:
-            self._leave(lane, group)
+        self._launcher.launch(lane, batch)
         if len(self._lanes) > 1:
-            with self._wake:
-                self._tell()
-
-    def _bring(self, lane: Lane, flows: Sequence[Flow]) -> None:
-        """Put the values of chunks that are new here into their slots, after whatever else used these last."""
-        self._desk.touched.hold(lane, [f.slot for f in flows])
-        for flow in flows:
-            if flow.packed is not None:
-                self.arenas.load(flow.slot, flow.packed)
-            if flow.values is None:
-                continue
-            if flow.there is not None:
-                flow.there.wait()
-            for name, value in flow.values.items():
-                self.arenas[name][flow.slot].copy_(value, non_blocking=True)
-            if flow.there is not None:
-                hold_for_current_stream(flow.values.values())
-            flow.values = flow.there = None
-
-    def _leave(self, lane: Lane, flows: Sequence[Flow]) -> None:
-        """Let chunks go that leave from one place of one route."""
-        cut = flows[0].placements[flows[0].at - 1].segment.stop
-        slots = [f.slot for f in flows]
-        rows = self.arenas.rows(self._can.route(flows[0].route).crossing(cut), slots)
-        with self._turn:
-            if len(self._lanes) > 1:
-                self._desk.touched.note(lane, slots, Stamp(self.device))
-            self._desk.left(flows)
-        self._depart(flows, rows)
+            self._tell()

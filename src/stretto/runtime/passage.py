@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,32 +36,74 @@ Passed = Callable[[Flow, Passage], None]
 
 
 class Finisher:
-    """Waits for the device on a thread of its own, so that the executor need not."""
+    """Waits for the device, so that the executor need not, and hands over what has left it, in order.
+
+    It has a thread. Waking that, and then the thread that waits for a chunk, takes longer than all else that is left to
+    do, so a thread that is about to wait anyway may do the waiting here (`help`).
+    """
 
     def __init__(self, passed: Passed, clock: Callable[[], float] = time.monotonic) -> None:
         self._passed, self._clock = passed, clock
-        self._queue: queue.SimpleQueue[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp] | None] = queue.SimpleQueue()
+        self._items: deque[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp]] = deque()
+        self._wake = threading.Condition(threading.Lock())
+        self._turn = threading.Lock()
+        self._helpers = 0
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, flows: Sequence[Flow], outputs: Mapping[str, Tensor] | None, stamp: Stamp) -> None:
-        self._queue.put((flows, outputs, stamp))
+        with self._wake:
+            self._items.append((flows, outputs, stamp))
+            self._call_thread()
+
+    def _call_thread(self) -> None:
+        if self._items and not self._helpers:
+            self._wake.notify()
+
+    def help(self, done: Callable[[], bool]) -> None:
+        """Finish what has left devices, on the calling thread, until `done` or nothing is left to finish. Waits for devices."""
+        with self._wake:
+            self._helpers += 1
+        try:
+            while not done() and self._finish_next():
+                pass
+        finally:
+            with self._wake:
+                self._helpers -= 1
+                self._call_thread()
 
     def close(self) -> None:
         """Finish what is queued."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
         if self._thread.is_alive():
-            self._queue.put(None)
             self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            flows, outputs, stamp = item
+        while True:
+            with self._wake:
+                while self._helpers or not self._items:
+                    if self._closing and not self._items:
+                        return
+                    self._wake.wait()
+            self._finish_next()
+
+    def _finish_next(self) -> bool:
+        """Finish the oldest batch; False if there is none."""
+        with self._turn:
+            try:
+                flows, outputs, stamp = self._items.popleft()
+            except IndexError:
+                return False
             stamp.wait()
             for i, flow in enumerate(flows):
                 mine = None if outputs is None else {name: rows[i].numpy().copy() for name, rows in outputs.items()}
                 self._passed(flow, self._passage(flow, mine, stamp))
+            return True
 
     def _passage(self, flow: Flow, outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> Passage:
         devices = [p.device for p in flow.placements[flow.at - len(flow.spans) : flow.at]]

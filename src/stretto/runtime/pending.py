@@ -9,8 +9,21 @@ from dataclasses import dataclass, field
 from stretto.core.chunk import Chunk
 from stretto.core.plan import Mode
 from stretto.runtime.flow import Flow
-from stretto.runtime.passage import Passage
+from stretto.runtime.passage import Finisher, Passage
 from stretto.runtime.stream import Stream
+
+
+class Answer(Future[Chunk]):
+    """A chunk to come. Who waits for it without a time limit waits for the device itself, if the chunk is on it by then."""
+
+    def __init__(self, finisher: Finisher) -> None:
+        super().__init__()
+        self._finisher = finisher
+
+    def result(self, timeout: float | None = None) -> Chunk:
+        if timeout is None and not self.done():
+            self._finisher.help(self.done)
+        return super().result(timeout)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +77,7 @@ class Program:
         self._graphs = graphs
         self._captured: dict[tuple[int, tuple[int, ...]], Captured] = {}
         self._by_rows = [(i, s) for i, s in enumerate(self._stages) if isinstance(s, CapturesByRows)]
+        self._steps_V = np.asarray([v.step for v in model.route.visits], np.int64)
         self._no_control = torch.zeros(1 + 2 * self.visits, 0, dtype=torch.int64)
         self._by_key: Recent[Captured] = Recent(_KEYED_GRAPHS, _IDLE)
         self._turn = 0
@@ -134,15 +136,12 @@ class Program:
 
     def _control(self, members: Sequence[Member], batch: int) -> Tensor:
         host = self._pinned_buffer(batch)
-        view = host.numpy()
-        view[:] = 0
-        v = self.visits
+        view, v = host.numpy(), self.visits
+        view[:, len(members) :] = 0
         for column, member in enumerate(members):
             view[0, column] = member.row.slot
-            for i in range(v):
-                view[1 + i, column] = self._route.visits[member.start + i].step
-                if member.state_slots:
-                    view[1 + v + i, column] = member.state_slots[i]
+            view[1 : 1 + v, column] = self._steps_V[member.start : member.start + v]
+            view[1 + v :, column] = member.state_slots or 0
         return host
 
     def _pinned_buffer(self, batch: int) -> Tensor:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from stretto.core.model import Model
-from stretto.core.plan import Plan
-from stretto.core.route import Route, Segment
+from stretto.core.plan import Placement, Plan
+from stretto.core.route import Route
 from stretto.runtime.arena import Arenas
 from stretto.runtime.costs import measure, progress
+from stretto.runtime.crowd import Crowd
 from stretto.runtime.flow import Flow
+from stretto.runtime.lane import Lane
 from stretto.runtime.program import Graphs, Program, batch_buckets
-from stretto.runtime.ways import MAIN, OnRoute, Placements, Ways
+from stretto.runtime.ways import MAIN, OnRoute, Ways
 from stretto.sched.dispatch import Limits
 
-Kind = tuple[str, tuple[str, ...]]
-"""What tasks must have in common to share a batch: their route, and the stages they run."""
+Kind = tuple[str, tuple[str, ...], int]
+"""What tasks must have in common to share a batch: their route, the stages they run, and the lane."""
 
 
 class Entry(NamedTuple):
@@ -33,11 +35,16 @@ class Repertoire:
     def __init__(self, model: Model, plan: Plan, ways: Ways, name: str, arenas: Arenas) -> None:
         self._name, self._ways = name, ways
         self._device = arenas.device
+        self.slowed: dict[tuple[str, ...], float] = {}
+        """Stages that run as one task -> how many times longer they take beside another lane; known once measured."""
         self._on = {route: model if route == MAIN else OnRoute(model, r) for route, r in ways.routes.items()}
-        self.graphs = Graphs(self._device) if plan.mode == "graph" else None
+        # Graphs that share a memory pool must not run at the same time, so each lane has its own.
+        self._graphs = {n: Graphs(self._device, priority=-n) for n in range(plan.lanes(name)) if plan.mode == "graph"}
         self._programs: dict[Kind, Program] = {}
+        self._places: dict[tuple[str, Placement], Kind] = {}
         for route, p in ways.on(name):
-            kind = self._kind(route, p.segment)
+            kind = route, self.route(route).signature(p.segment), p.lane
+            self._places[route, p] = kind
             if kind not in self._programs:
                 self._programs[kind] = Program(
                     self._on[route],
@@ -45,17 +52,20 @@ class Repertoire:
                     arenas,
                     mode=plan.mode,
                     batch_buckets=plan.shapes.get("batch") or batch_buckets(plan.batch_cap(name)),
-                    graphs=self.graphs,
+                    graphs=self._graphs.get(p.lane),
                     shapes=plan.shapes,
                 )
         self._numbers = {kind: i for i, kind in enumerate(self._programs)}
         # By place, since a segment of many visits makes a long key and a task is looked up at every decision.
-        kinds = {(route, p.segment): self._kind(route, p.segment) for route, p in ways.on(name)}
-        self._at = {place: Entry(self._numbers[k], self._programs[k], k[1]) for place, k in kinds.items()}
-        self._known: dict[Placements, list[tuple[float, float, tuple[int, ...]]]] = {}
+        self._at = {
+            (route, p.segment, p.lane): Entry(self._numbers[k], self._programs[k], k[1])
+            for (route, p), k in self._places.items()
+        }
+        self._known: dict[tuple[str, str], list[tuple[float, float, tuple[int, ...]]]] = {}
 
-    def _kind(self, route: str, segment: Segment) -> Kind:
-        return route, self.route(route).signature(segment)
+    @property
+    def captures(self) -> int:
+        return sum(graphs.captures for graphs in self._graphs.values())
 
     def model(self, route: str) -> Model:
         return self._on[route]
@@ -65,32 +75,60 @@ class Repertoire:
 
     def entry(self, flow: Flow) -> Entry:
         """Return what a chunk's task here is."""
-        return self._at[flow.route, flow.placement.segment]
+        place = flow.placement
+        return self._at[flow.route, place.segment, place.lane]
 
-    def capture(self) -> None:
-        """Capture every graph that can be captured before the start. Synchronises the device."""
-        for program in self._programs.values():
+    def _of_lane(self, lane: Lane) -> dict[Kind, Program]:
+        return {kind: program for kind, program in self._programs.items() if kind[2] == lane.number}
+
+    def capture(self, lane: Lane) -> None:
+        """Capture every graph of a lane that can be captured before the start. Synchronises the device."""
+        for program in self._of_lane(lane).values():
             program.capture()
 
-    def measured(self, cap: int) -> dict[int, tuple[float, ...]]:
-        """Return, for each kind by number, the seconds of batches of 1 to `cap`. Runs them; synchronises the device."""
+    def measured(self, cap: int, lanes: Sequence[Lane]) -> dict[int, tuple[float, ...]]:
+        """Return, for each kind by number, the seconds of batches of 1 to `cap`. Runs them; synchronises the device.
+
+        Where other lanes run beside it, a kind costs what it does while the longest kind of another lane runs.
+        """
         first: dict[Kind, int] = {}
-        for route, p in self._ways.on(self._name):
-            first.setdefault(self._kind(route, p.segment), p.segment.start)
-        return {self._numbers[k]: measure(p, first[k], self._device, cap) for k, p in self._programs.items()}
+        for (_, p), kind in self._places.items():
+            first.setdefault(kind, p.segment.start)
+        found: dict[Kind, tuple[float, ...]] = {}
+        for lane in lanes:
+            with lane.current():
+                found |= {kind: measure(p, first[kind], self._device, cap) for kind, p in self._of_lane(lane).items()}
+        for lane in lanes if self._device.type == "cuda" else ():
+            others = [(found[kind][0], kind) for kind in found if kind[2] != lane.number]
+            if not others:
+                continue
+            seconds, beside = max(others)
+            for kind in self._of_lane(lane):
+                crowd = Crowd(self._programs[beside], first[beside], seconds, lanes[beside[2]])
+                factor = crowd.slows(self._programs[kind], first[kind], found[kind][0], lane)
+                self.slowed[kind[1]] = factor
+                found[kind] = tuple(s * factor for s in found[kind])
+        return {self._numbers[kind]: costs for kind, costs in found.items()}
 
     def by_stages(self, costs: Mapping[int, Sequence[float]]) -> dict[tuple[str, ...], Sequence[float]]:
         """Return costs by the stages of a kind instead of its number."""
         return {kind[1]: costs[i] for kind, i in self._numbers.items() if i in costs}
 
     def progress(self, flow: Flow, limits: Limits) -> tuple[float, float, tuple[int, ...]]:
-        """Return a chunk's share of work done, the seconds it has left alone, and the kinds that follow on this device."""
-        known = self._known.get(flow.placements)
+        """Return a chunk's share of work done, the seconds it has left alone, and the kinds that follow in its lane."""
+        known = self._known.get((flow.route, flow.stream_class))
         if known is None:
-            here = [self._numbers[self._kind(flow.route, p.segment)] if p.device == self._name else -1 for p in flow.placements]
+            places = flow.placements
+            kinds = [self._places.get((flow.route, p)) for p in places]
+            here = [-1 if kind is None else self._numbers[kind] for kind in kinds]
             seconds = [limits.seconds(kind, 1) if kind >= 0 else 0.0 for kind in here]
-            shares = progress(self.route(flow.route), flow.placements, seconds)
-            ahead = [tuple(kind for kind in here[i + 1 :] if kind >= 0) for i in range(len(here))]
+            shares = progress(self.route(flow.route), places, seconds)
+            ahead = [
+                tuple(
+                    kind for p, kind in zip(places[i + 1 :], here[i + 1 :], strict=True) if kind >= 0 and p.lane == place.lane
+                )
+                for i, place in enumerate(places)
+            ]
             known = [(share, left_s, after) for (share, left_s), after in zip(shares, ahead, strict=True)]
-            self._known[flow.placements] = known
+            self._known[flow.route, flow.stream_class] = known
         return known[flow.at]

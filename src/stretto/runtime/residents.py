@@ -133,7 +133,7 @@ class Residents:
         for baton, routes in resident.order.waits.get((flow.route, flow.at), ()):
             if resident.passed[baton] < sum(flow.before.get(route, 0) for route in routes):
                 return False
-        return all(v in resident.conditions for v in flow.versions.items())
+        return not flow.versions or all(v in resident.conditions for v in flow.versions.items())
 
     def pass_by(self, flow: Flow, *, last: bool) -> None:
         """Note that a chunk was launched where it stands; on its last placement here, drop conditions no later one uses."""
@@ -145,8 +145,10 @@ class Residents:
                 del resident.conditions[name, version]
 
     def slots(self, stream: int, segment: Segment, model: Model) -> tuple[int, ...]:
-        """Return the state slot of every visit of a segment of the model's route; 0 where a visit keeps none."""
+        """Return the state slot of every visit of a segment, 0 where it keeps none; nothing for a stream without state."""
         slots = self._streams[stream].slots
+        if not slots:
+            return ()
         keys = [model.state_key(v) for v in model.route.on(segment)]
         return tuple(0 if key is None else slots[key] for key in keys)
 

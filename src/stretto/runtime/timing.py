@@ -22,6 +22,15 @@ class Stamp:
         if self._event is not None:
             self._event.synchronize()
 
+    def reached(self) -> bool:
+        """Tell whether the device has reached this point. Does not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def hold(self) -> None:
+        """Let the current stream wait for this point. The host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
     def ms_since(self, earlier: Stamp) -> float:
         """Return the device time between two stamps, in milliseconds; both must have been reached."""
         if self._event is not None and earlier._event is not None:

@@ -64,6 +64,13 @@ def ways_of(model: Model, plan: Plan, others: Mapping[str, Route] | None = None)
         PlanError: if the plan does not fit the model, or another route has a stage that the main one does not have.
     """
     plan.validate(model.route)
+    crowded = [d.name for d in plan.devices if plan.lanes(d.name) > 1]
+    if crowded and (model.state or model.conditions):
+        raise PlanError(
+            "lane",
+            got=f"several lanes on {crowded} for {model.name}, which keeps state or conditions",
+            expected="one lane a device: only the values of a chunk are handed from lane to lane",
+        )
     placed = {
         name: {MAIN: placements} | {other: _cover(model, route, placements) for other, route in (others or {}).items()}
         for name, placements in plan.classes.items()

@@ -1,0 +1,221 @@
+"""What the host adds to one request: time of each step of its path, and wall time over device time.
+
+    python benchmarks/host_overhead.py --out benchmarks/results/host_overhead_h200.json     # pi0.5 at B=1
+    python benchmarks/host_overhead.py --small                                              # a tiny model on the CPU
+
+One robot asks again as soon as it has its chunk. The steps are timed at the borders of the runtime's own functions:
+
+    pack       the caller packs its inputs into one row of pinned memory
+    hand in    the caller hands the chunk over; the device's thread wakes up and chooses
+    load       slot, copy of the row to the device, control rows
+    launch     one copy of control rows and one graph launch (on a CPU: the computation itself)
+    leave      outputs are queued for the host; hidden behind the device where it is one
+    finish     the device is done; times, outputs and the chunk are put together
+    hand back  the caller wakes up with its chunk
+
+`over_device_ms` is wall time less what events on the device say of the route: what the host adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from stretto.core.plan import Mode, per_visit, whole
+from stretto.deploy.provenance import provenance
+from stretto.models import pi0
+from stretto.runtime.engine import Engine
+from stretto.runtime.passage import Courier
+from stretto.runtime.program import Program
+
+SETS = 16  # different inputs in turn
+
+
+class Marks:
+    """Host times at the borders of the steps of one request."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        self.at[name] = time.perf_counter()
+
+    def around(self, owner: Any, name: str, begin: str, end: str) -> Any:
+        """Return a patch that marks the first call of a function and its last return."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **named: Any) -> Any:
+            self.at.setdefault(begin, time.perf_counter())
+            result = inner(*args, **named)
+            self.mark(end)
+            return result
+
+        return patch.object(owner, name, timed)
+
+    def steps_us(self) -> dict[str, float]:
+        a = self.at
+        borders = {
+            "pack": ("asked", "packed"),
+            "hand in": ("packed", "chosen"),
+            "load": ("chosen", "launch"),
+            "launch": ("launch", "launched"),
+            "leave": ("launched", "left"),
+            "finish": ("done", "passed"),
+            "hand back": ("passed", "got"),
+        }
+        return {name: (a[end] - a[begin]) * 1e6 for name, (begin, end) in borders.items() if {begin, end} <= set(a)}
+
+
+@contextmanager
+def watched(engine: Engine, marks: Marks) -> Any:
+    """Mark the steps of an engine of one device."""
+    (executor,) = engine.executors.values()
+    with ExitStack() as stack:
+        stack.enter_context(marks.around(executor, "pack", "pack", "packed"))
+        stack.enter_context(marks.around(executor._desk, "policy", "choose", "chosen"))
+        stack.enter_context(marks.around(Program, "launch", "launch", "launched"))
+        stack.enter_context(marks.around(Courier, "depart", "leave", "left"))
+        stack.enter_context(marks.around(engine, "_heard", "done", "passed"))
+        yield
+
+
+def quantiles(ms: Sequence[float]) -> dict[str, float]:
+    """Return the quantiles that count, in the unit given."""
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(float(np.quantile(ms, q)), 4) for name, q in at.items()}
+
+
+def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, *, steps: bool) -> dict[str, Any]:
+    """Ask `n` times; with `steps`, time the steps of the path too, which itself costs some microseconds."""
+    stream = engine.open()
+    marks = Marks()
+    wall, over, device, queue, found = [], [], [], [], []
+    with ExitStack() as stack:
+        if steps:
+            stack.enter_context(watched(engine, marks))
+        for i in range(n + n // 5):
+            marks.at.clear()
+            marks.mark("asked")
+            chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result(60)
+            marks.mark("got")
+            if i < n // 5:
+                continue
+            wall.append((marks.at["got"] - marks.at["asked"]) * 1e3)
+            device.append(sum(chunk.stage_ms.values()))
+            over.append(wall[-1] - device[-1])
+            queue.append(chunk.queue_ms)
+            found.append(marks.steps_us())
+    stream.close()
+    row: dict[str, Any] = {
+        "requests": n,
+        "mode": chunk.mode,
+        "wall_ms": quantiles(wall),
+        "device_ms": quantiles(device),
+        "over_device_ms": quantiles(over),
+        "until_launch_ms": quantiles(queue),
+        "device_ms_p99_over_p50": round(quantiles(device)["p99"] - quantiles(device)["p50"], 4),
+    }
+    if steps:
+        names = [name for name in found[0] if all(name in f for f in found)]
+        row["steps_us"] = {name: quantiles([f[name] for f in found]) for name in names}
+    return row
+
+
+def make(small: bool, device: str) -> Any:
+    if small:
+        model = pi0.build(pi0.tiny()[0].config, device=device, dtype="float32" if device == "cpu" else "bfloat16")
+    else:
+        model = pi0.build(pi0.SPECS["pi05"], device=device, dtype="bfloat16")
+    model.randomize(seed=0)
+    return model
+
+
+def feed_of(model: Any, prompt: int) -> list[dict[str, np.ndarray]]:
+    batch = model.example_inputs(SETS, seed=1)
+    batch["token_count"] = torch.full_like(batch["token_count"], prompt)
+    return [{name: value[i].numpy() for name, value in batch.items()} for i in range(SETS)]
+
+
+def pieces(n: int = 200) -> dict[str, Any]:
+    """Time what the path is made of on this machine: a hand-over between threads, a copy of one observation's pictures."""
+    import queue
+    import threading
+
+    there: queue.SimpleQueue[object] = queue.SimpleQueue()
+    back: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def echo() -> None:
+        while (item := there.get()) is not None:
+            back.put(item)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    hops = []
+    for _ in range(n):
+        begin = time.perf_counter()
+        there.put(1)
+        back.get()
+        hops.append((time.perf_counter() - begin) * 1e6 / 2)
+    there.put(None)
+    thread.join()
+    source, target = np.ones(3 * 224 * 224 * 3, np.uint8), np.zeros(3 * 224 * 224 * 3, np.uint8)
+    copies = []
+    for _ in range(n):
+        begin = time.perf_counter()
+        target[:] = source
+        copies.append((time.perf_counter() - begin) * 1e6)
+    return {"thread_hop_us": quantiles(hops), "copy_450_kB_us": quantiles(copies)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--n", type=int, default=200)
+    parser.add_argument("--prompt", type=int, default=200)
+    args = parser.parse_args()
+    if args.device == "cpu":
+        args.small = True
+        torch.set_num_threads(1)
+    model = make(args.small, args.device)
+    prompt = min(args.prompt, model.config.tokenizer_max_length)
+    feed = feed_of(model, prompt)
+    mode: Mode = "eager" if args.device == "cpu" else "graph"
+    result: dict[str, Any] = {**provenance(torch.device(args.device)), "small": args.small, "prompt": prompt, "rows": {}}
+    result["machine"] = pieces()
+    print("machine", json.dumps(result["machine"]), flush=True)
+    plans = {
+        "whole": whole(model.route, args.device, mode=mode),
+        "whole, deadlines": whole(model.route, args.device, mode=mode).with_dispatch("deadline_limited"),
+        "per visit, deadlines": per_visit(model.route, args.device, mode=mode, dispatch="deadline_limited"),
+    }
+    for name, plan in plans.items():
+        try:
+            engine = Engine(model, plan.with_shapes({"batch": (1,), "prompt": (prompt,)}))
+            engine.warm()
+            rows = {"plain": run(engine, feed, prompt, args.n, steps=False)}
+            rows["steps"] = run(engine, feed, prompt, args.n, steps=True)
+            gc.collect()
+            engine.close()
+        except Exception as error:  # one plan that fails must not lose the others
+            rows = {"error": {"text": f"{type(error).__name__}: {error}"}}
+        result["rows"][name] = rows
+        for how, row in rows.items():
+            print(f"{name} / {how}", json.dumps(row), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""One queue of a device's work: launches under way in the order in which they were given, on a stream of their own.
+
+A device has one lane, or several that run side by side. What a lane leaves in a chunk's slot is waited for, on the device,
+by whichever lane touches that slot next; the host does not wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from stretto.runtime.costs import Backlog
+from stretto.runtime.flow import Flow
+from stretto.runtime.timing import Stamp
+
+_WAITED_S = 50e-6  # waiting for longer than this, the host met the end of a batch
+
+
+class Lane:
+    """What waits for one lane, what it is given, and how far it has come."""
+
+    def __init__(self, number: int, device: torch.device, *, alone: bool, clock: Callable[[], float], ahead: int = 1) -> None:
+        self.number, self.device = number, device
+        self._most = 1 + ahead
+        """Launches queued on the device before the host waits for the oldest."""
+        self._clock = clock
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and not alone:
+            self._stream = torch.cuda.Stream(device, priority=-number)  # type: ignore[no-untyped-call]
+        self.driver = threading.Lock()
+        """Held by the one thread that gives work to this lane."""
+        self.waiting: list[Flow] = []
+        self.running: Sequence[Flow] = ()
+        """The batch that is being handed to the device now."""
+        self._backlog = Backlog()
+        self._outstanding: deque[Stamp] = deque()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Be in the state in which a thread gives work to this lane."""
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1), stream:
+            yield
+
+    @property
+    def full(self) -> bool:
+        """Whether as many batches are queued as may be, so far as the host knows."""
+        while self._outstanding and self._outstanding[0].reached():
+            self._reach(waited=False)
+        return len(self._outstanding) >= self._most
+
+    def make_room(self) -> None:
+        """Wait until one more batch may be queued."""
+        if len(self._outstanding) >= self._most:
+            begin_s = self._clock()
+            self._outstanding[0].wait()
+            self._reach(waited=self._clock() - begin_s > _WAITED_S)
+
+    def _reach(self, *, waited: bool) -> None:
+        self._outstanding.popleft()
+        if self.device.type == "cuda":
+            self._backlog.reach(waited, self._clock())
+
+    def gave(self, end: Stamp, seconds: float) -> None:
+        """Note a launch: where it ends, and what it is expected to take."""
+        self._outstanding.append(end)
+        if self.device.type == "cuda":
+            self._backlog.give(seconds, self._clock())
+
+    def free_s(self) -> float:
+        """Return when the lane will be through with what it has been given, as far as costs are known."""
+        return self._backlog.free_s(self._clock())
+
+
+class Touched:
+    """Which lane touched each chunk slot last, and where in its work that was."""
+
+    def __init__(self, lanes: int) -> None:
+        self._several = lanes > 1
+        self._last: dict[int, tuple[Lane, Stamp]] = {}
+
+    def note(self, lane: Lane, slots: Sequence[int], end: Stamp) -> None:
+        if self._several:
+            self._last.update(dict.fromkeys(slots, (lane, end)))
+
+    def settled(self, lane: Lane, slot: int) -> bool:
+        """Tell whether a lane need not wait for what another one leaves in a slot."""
+        last = self._last.get(slot)
+        return last is None or last[0] is lane or last[1].reached()
+
+    def hold(self, lane: Lane, slots: Sequence[int]) -> None:
+        """Let a lane, which is current, wait on the device for what others leave in these slots."""
+        if self._several:
+            ends = {id(last[1]): last[1] for s in slots if (last := self._last.get(s)) is not None and last[0] is not lane}
+            for end in ends.values():
+                end.hold()

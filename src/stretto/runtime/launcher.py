@@ -1,0 +1,90 @@
+"""How a batch is given to a device: values into slots, the program, and away with what leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from stretto.parallel.order import hold_for_current_stream
+from stretto.runtime.arena import Arenas
+from stretto.runtime.desk import Batch, Desk
+from stretto.runtime.flow import Flow
+from stretto.runtime.lane import Lane
+from stretto.runtime.repertoire import Repertoire
+from stretto.runtime.staging import Staging
+from stretto.runtime.timing import Stamp
+
+Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
+"""Takes chunks that leave from one place of one route, and their values as [B, ...] on the device; on the launching thread."""
+
+
+class Launcher:
+    """Launches batches on the current lane; does not wait for the device.
+
+    Args:
+        turn: guards the desk.
+    """
+
+    def __init__(
+        self,
+        arenas: Arenas,
+        staging: Staging,
+        can: Repertoire,
+        desk: Desk,
+        turn: AbstractContextManager[object],
+        depart: Depart,
+    ) -> None:
+        self._arenas, self._staging, self._can, self._desk = arenas, staging, can, desk
+        self._turn, self._depart = turn, depart
+        self.launches = 0
+
+    def launch(self, lane: Lane, batch: Batch) -> None:
+        """Run a batch that the desk has chosen, and move its chunks on."""
+        flows, device = batch.flows, self._arenas.device
+        self._bring(lane, flows)
+        lengths = {axis: max(f.lengths[axis] for f in flows) for axis in flows[0].lengths}
+        begin = Stamp(device)
+        ran = batch.entry.program.launch(batch.members, lengths)
+        end = Stamp(device)
+        lane.gave(end, batch.seconds)
+        name = "+".join(dict.fromkeys(batch.entry.stages))
+        for flow in flows:
+            flow.spans.append((name, begin, end, len(flows)))
+            flow.ran_eagerly |= ran.mode == "eager"
+            if flow.packed is not None:
+                self._staging.give(flow.packed, begin)
+                flow.packed = None
+        with self._turn:
+            self.launches += 1
+            leaving = self._desk.launched(lane, batch, end)
+        for group in leaving:
+            self._leave(lane, group)
+        lane.running = ()
+
+    def _bring(self, lane: Lane, flows: Sequence[Flow]) -> None:
+        """Put the values of chunks that are new here into their slots, after whatever else used these last."""
+        self._desk.touched.hold(lane, [f.slot for f in flows])
+        for flow in flows:
+            if flow.packed is not None:
+                self._arenas.load(flow.slot, flow.packed)
+            if flow.values is None:
+                continue
+            if flow.there is not None:
+                flow.there.wait()
+            for name, value in flow.values.items():
+                self._arenas[name][flow.slot].copy_(value, non_blocking=True)
+            if flow.there is not None:
+                hold_for_current_stream(flow.values.values())
+            flow.values = flow.there = None
+
+    def _leave(self, lane: Lane, flows: Sequence[Flow]) -> None:
+        """Let chunks go that leave from one place of one route."""
+        cut = flows[0].placements[flows[0].at - 1].segment.stop
+        slots = [f.slot for f in flows]
+        rows = self._arenas.rows(self._can.route(flows[0].route).crossing(cut), slots)
+        with self._turn:
+            self._desk.touched.note(lane, slots, Stamp(self._arenas.device))
+            self._desk.left(flows)
+        self._depart(flows, rows)

@@ -1,0 +1,49 @@
+"""Rows of host memory in which requests are packed for their one copy to the device.
+
+A row that has been copied is used again: pinned memory is dear to get, and a fresh row would have to be cleared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.runtime.arena import InputLayout
+from stretto.runtime.timing import Stamp
+
+
+class Staging:
+    """Packs requests, any thread, into rows that wait here for their next use."""
+
+    def __init__(self, layout: InputLayout, *, pin: bool, keep: int) -> None:
+        """Make an empty store of at most `keep` idle rows."""
+        self._layout, self._pin = layout, pin
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[Tensor, Stamp]] = deque(maxlen=keep)
+
+    def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
+        """Pack one request; the row is the caller's until it is given back.
+
+        Raises:
+            FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
+        """
+        row = self._take()
+        self._layout.fill(row, inputs)
+        return row
+
+    def give(self, row: Tensor, copied: Stamp) -> None:
+        """Let a row be used again once the device has reached the end of its copy."""
+        with self._lock:
+            self._idle.append((row, copied))
+
+    def _take(self) -> Tensor:
+        with self._lock:
+            # Rows are given back in the order of their copies, so the first is the one to be free first.
+            if self._idle and self._idle[0][1].reached():
+                return self._idle.popleft()[0]
+        return torch.empty(self._layout.row_bytes, dtype=torch.uint8, pin_memory=self._pin)

@@ -1,0 +1,252 @@
+"""Lanes of one device: side by side they give what one gives, and nothing hangs or is reused too early."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import CancelledError, Future, wait
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import ITEMS, submit
+from toy import CarryModel, ToyModel
+
+from stretto.core.chunk import Chunk
+from stretto.core.errors import DeadlineError, PlanError, StreamClosedError, WorkerDiedError
+from stretto.core.plan import Device, Placement, Plan, overlapped, whole
+from stretto.models import pi0
+from stretto.runtime.engine import Engine
+
+DISPATCH = ["earliest_deadline_first", "fill_first", "deadline_limited"]
+
+
+def lane_plan(model: ToyModel, cuts: set[int], lanes: list[int], cap: int, dispatch: str) -> Plan:
+    segments = model.route.cut(cuts)
+    placements = tuple(Placement(s, "cpu:0", lanes[i % len(lanes)]) for i, s in enumerate(segments))
+    return Plan("test", (Device("cpu:0"),), {"default": placements}, {"cpu:0": cap}, dispatch=dispatch)
+
+
+class Jittery:
+    """A stage that lets other threads in before it begins, for as long as a seeded draw says."""
+
+    def __init__(self, inner: object, seed: int) -> None:
+        self.inner, self.spec = inner, inner.spec  # type: ignore[attr-defined]
+        self.random = random.Random(seed)
+
+    def run(self, rows: object) -> None:
+        threading.Event().wait(self.random.choice([0.0, 1e-5, 1e-3]))
+        self.inner.run(rows)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(st.tuples(ITEMS, st.integers(-9, 9).map(float)), min_size=1, max_size=12),
+    cuts=st.sets(st.integers(1, 4)),
+    lanes=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    cap=st.integers(1, 4),
+    slots=st.integers(1, 4),
+    dispatch=st.sampled_from(DISPATCH),
+    callers_launch=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_whatever_lanes_a_route_runs_in_every_stream_gets_its_own_result(
+    requests: list[tuple[list[float], float]],
+    cuts: set[int],
+    lanes: list[int],
+    cap: int,
+    slots: int,
+    dispatch: str,
+    callers_launch: bool,
+    seed: int,
+) -> None:
+    model = ToyModel()
+    model.stages = {name: Jittery(stage, seed) for name, stage in model.stages.items()}  # type: ignore[misc]
+    engine = Engine(model, lane_plan(model, cuts, lanes, cap, dispatch), slots=slots, callers_launch=callers_launch)
+    engine.warm()
+    try:
+        futures = [submit(engine.open(), items, x) for items, x in requests]
+        for (items, x), future in zip(requests, futures, strict=True):
+            np.testing.assert_array_equal(future.result(20).outputs["x"], np.full(3, model.expected(items, x)))
+    finally:
+        engine.close()
+
+
+def test_two_chunks_really_run_at_the_same_time() -> None:
+    model = ToyModel()
+    together = threading.Barrier(2)
+
+    class Meeting:
+        """Goes on only once a task of the other lane is here too."""
+
+        def __init__(self, inner: object) -> None:
+            self.inner, self.spec = inner, inner.spec  # type: ignore[attr-defined]
+
+        def run(self, rows: object) -> None:
+            if waits.is_set():
+                together.wait(20)
+            self.inner.run(rows)  # type: ignore[attr-defined]
+
+    waits = threading.Event()
+    stages = dict(model.stages)
+    plan = Plan(
+        "test",
+        (Device("cpu:0"),),
+        {str(lane): (Placement(model.route.whole, "cpu:0", lane),) for lane in (0, 1)},
+    )
+    model.stages = {**stages, "encode": Meeting(stages["encode"])}  # type: ignore[dict-item]
+    # With callers' launches the first submit would run on this thread and wait for the second for ever.
+    engine = Engine(model, plan, callers_launch=False)
+    engine.warm()
+    try:
+        waits.set()
+        first, second = (submit(engine.open(stream_class=str(lane)), [1.0], 0.0) for lane in (0, 1))
+        assert float(first.result(20).outputs["x"][0]) == float(second.result(20).outputs["x"][0]) == model.expected([1.0], 0.0)
+    finally:
+        engine.close()
+
+
+def test_the_overlapped_plan_cuts_before_the_stage_that_is_visited_again() -> None:
+    model = ToyModel(steps=3)
+    plan = overlapped(model.route, "cpu:0", between_visits=True)
+    assert [(p.segment.start, p.lane) for p in plan.placements("default")] == [(0, 0), (1, 1), (2, 1), (3, 1)]
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="visited more than once"):
+        overlapped(ToyModel(steps=1).route, "cpu:0")
+
+
+def test_lanes_are_refused_for_a_model_whose_state_would_change_lanes() -> None:
+    model = CarryModel()
+    segments = model.route.cut({2})
+    plan = Plan("test", (Device("cpu:0"),), {"default": tuple(Placement(s, "cpu:0", i) for i, s in enumerate(segments))})
+    with pytest.raises(PlanError, match="keeps state"):
+        Engine(model, plan)  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, deadline=None)
+@given(close_at=st.integers(0, 6), cancel=st.sets(st.integers(0, 9)), callers_launch=st.booleans(), seed=st.integers(0, 99))
+def test_closing_and_cancelling_in_the_middle_ends_every_chunk_and_leaves_the_others_right(
+    close_at: int, cancel: set[int], callers_launch: bool, seed: int
+) -> None:
+    model = ToyModel()
+    model.stages = {name: Jittery(stage, seed) for name, stage in model.stages.items()}  # type: ignore[misc]
+    engine = Engine(model, overlapped(model.route, "cpu:0", batch_cap=2, between_visits=True), callers_launch=callers_launch)
+    engine.warm()
+    try:
+        leaver, stayer = engine.open(), engine.open()
+        left: list[Future[Chunk]] = []
+        stayed: list[tuple[float, Future[Chunk]]] = []
+        for i in range(10):
+            if i == close_at:
+                leaver.close()
+            if i < close_at:
+                left.append(submit(leaver, [1.0], float(i)))
+            stayed.append((float(i), submit(stayer, [float(i)], float(i))))
+            if i in cancel:
+                stayed[-1][1].cancel()
+        for x, future in stayed:
+            try:
+                assert float(future.result(20).outputs["x"][0]) == model.expected([x], x)
+            except CancelledError:
+                assert int(x) in cancel
+        for i, future in enumerate(left):
+            error = future.exception(20)
+            assert isinstance(error, StreamClosedError) or float(future.result().outputs["x"][0]) == model.expected([1.0], i)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("callers_launch", [False, True])
+def test_a_stage_that_raises_in_one_lane_ends_the_chunks_of_all_lanes(callers_launch: bool) -> None:
+    model = ToyModel()
+    calls = iter(range(100))
+
+    class Broken:
+        spec = model.stages["refine"].spec
+
+        def run(self, rows: object) -> None:
+            if next(calls) >= 5:
+                raise RuntimeError("lane fault")
+            threading.Event().wait(1e-3)
+
+    model.stages = {**model.stages, "refine": Broken()}
+    engine = Engine(model, overlapped(model.route, "cpu:0", between_visits=True), callers_launch=callers_launch)
+    engine.warm()
+    try:
+        futures = [submit(engine.open(), [1.0], 0.0) for _ in range(8)]
+        wait(futures, 20)
+        failed = [f.exception(0) for f in futures if f.exception(0) is not None]
+        assert failed
+        assert all(isinstance(e, WorkerDiedError) for e in failed)
+        assert engine.dead is not None
+        assert "lane fault" in engine.dead
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("lanes", [[0], [0, 1]])
+def test_a_callers_own_launch_never_runs_the_callbacks_of_failed_chunks(lanes: list[int]) -> None:
+    model = ToyModel()
+    engine = Engine(model, lane_plan(model, {1}, lanes, 2, "deadline_limited"), callers_launch=True)
+    engine.warm()
+    told: Future[int] = Future()
+    try:
+        stream = engine.open()
+        inputs = {"items": np.ones(1, np.float32), "count": np.asarray(1, np.int32), "x": np.zeros(3)}
+        with engine.together():
+            late = stream.submit(inputs, lengths={"items": 1}, deadline_s=engine.now_s - 1.0)
+            late.add_done_callback(lambda _: told.set_result(threading.get_ident()))
+        with pytest.raises(DeadlineError):
+            late.result(20)
+        assert submit(stream, [2.0], 0.0).result(20).outputs["x"][0] == model.expected([2.0], 0.0)
+        assert told.result(20) != threading.get_ident()
+    finally:
+        engine.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(robots=st.integers(1, 4), callers_launch=st.booleans(), two=st.booleans())
+def test_robots_that_wait_without_a_time_limit_all_get_their_own_chunks(robots: int, callers_launch: bool, two: bool) -> None:
+    model = ToyModel()
+    plan = overlapped(model.route, "cpu:0", batch_cap=2) if two else lane_plan(model, set(), [0], 2, "earliest_deadline_first")
+    engine = Engine(model, plan, callers_launch=callers_launch)
+    engine.warm()
+    wrong: list[object] = []
+
+    def robot(number: int) -> None:
+        stream = engine.open()
+        for i in range(6):
+            got = submit(stream, [float(number), float(i)], 1.0).result().outputs["x"][0]
+            if got != model.expected([float(number), float(i)], 1.0):
+                wrong.append((number, i, got))
+
+    try:
+        threads = [threading.Thread(target=robot, args=(n,)) for n in range(robots)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not wrong
+    finally:
+        engine.close()
+
+
+@pytest.mark.gpu
+def test_lanes_of_a_gpu_give_the_bits_of_a_lone_request() -> None:
+    model = pi0.build(pi0.tiny()[0].config, device="cuda:0", dtype="bfloat16")
+    model.randomize(seed=0)
+    batch = model.example_inputs(8, seed=3)
+    feed = [{name: value[i].numpy() for name, value in batch.items()} for i in range(8)]
+    lengths = [{"prompt": int(x["token_count"])} for x in feed]
+    found = []
+    for plan in (whole(model.route, "cuda:0", mode="graph"), overlapped(model.route, "cuda:0", mode="graph")):
+        engine = Engine(model, plan, slots=3)
+        engine.warm()
+        streams = [engine.open() for _ in feed]
+        futures = [streams[i % 8].submit(feed[i % 8], lengths=lengths[i % 8]) for i in range(80)]
+        found.append([f.result(60).outputs["x"] for f in futures])
+        engine.close()
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
