@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
+from stretto.layers.kernels import level_norm
 from stretto.layers.kernels import linear_gelu as gelu
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
 from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name
@@ -88,7 +89,9 @@ def error_of(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 def ways(shape: chosen.Shape, extras: bool, with_flex: bool) -> Iterator[tuple[str, Config | None, Callable[..., Tensor]]]:
     """Yield a name, the choice it stands for (None: not one of the runtime's), and what runs it on (q, k, v, places)."""
-    for choice in chosen.candidates(shape):
+    more = [chosen.Choice("cudnn", z)._asdict() for z in range(2, chosen.MAX_SPLITS + 1) if extras and shape.keys % z == 0]
+    listed = chosen.candidates(shape)
+    for choice in [*listed, *(choice for choice in more if choice not in listed)]:
         name = " ".join(str(part) for part in chosen.Choice(**choice))  # type: ignore[arg-type]
         yield name, choice, lambda q, k, v, places, c=choice: chosen.chunk_attention(q, k, v, places, chosen.Choice(**c))
     if not extras:
@@ -105,6 +108,8 @@ def ways(shape: chosen.Shape, extras: bool, with_flex: bool) -> Iterator[tuple[s
         part, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(copy, *shares, None, True)
         return join_splits(part.unflatten(0, (batch, splits)).transpose(2, 3), lse.view(batch, splits, shape.heads, -1))
 
+    if shape.heads != 12:
+        return
     yield "flash", None, flash
     yield "cudnn, queries copied", None, copied
     for tiling in (RingTiling(1, 64, 128, 4, 2), RingTiling(1, 128, 64, 8, 4), RingTiling(1, 128, 64, 4, 3)):
@@ -169,6 +174,41 @@ def gelu_rows(name: str, frames: int, rows: int, device: torch.device) -> Iterat
         yield row, choice
 
 
+def norm_rows(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Time the passes between products by warps a token."""
+    config = SPECS[name]
+    tokens, width = config.tokens_per_frame, config.width
+    table = torch.randn(6, 6, width, device=device)
+    levels, weight = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.randn(width, device=device).bfloat16()
+    sets = [
+        [torch.randn(1, tokens, width, device=device).bfloat16() for _ in range(4)]
+        for _ in range(1 + 96 * 2**20 // (tokens * width * 8))
+    ]
+    kinds = {
+        "norm": lambda x, y, out, total, warps: level_norm._launch(
+            x, None, out, None, table, levels, None, 1e-6, shift=0, scale=1, warps=warps
+        ),
+        "gated add, norm": lambda x, y, out, total, warps: level_norm._launch(
+            x, y, out, total, table, levels, (weight, weight), 1e-6, gate=2, warps=warps
+        ),
+        "gated add": lambda x, y, out, total, warps: level_norm._launch(
+            x, y, None, total, table, levels, None, 1e-6, gate=2, warps=warps
+        ),
+    }
+    for (kind, launch), warps in itertools.product(kinds.items(), (2, 4, 8, 16)):
+        row: dict[str, Any] = {"case": f"{name}, {kind}", "way": f"{warps} warps"}
+
+        def run(launch: Any = launch, warps: int = warps) -> None:
+            for tensors in sets:
+                launch(*tensors, warps)
+
+        try:
+            row["us"] = round(seconds_of(run, 0.01) * 1e6 / len(sets), 2)
+        except Exception as error:  # as in `measure`
+            row["failed"] = f"{type(error).__name__}: {error}"[:300]
+        yield row
+
+
 class Kept:
     """Rows on disk as they come, and the fastest choice of each shape."""
 
@@ -214,7 +254,7 @@ def main() -> None:
                 kept.add({"case": label, "not_run": "out of time"})
                 continue
             timed = []
-            for row, choice in attention_rows(label, shape, device, at == 0 and not args.small, args.flex):
+            for row, choice in attention_rows(label, shape, device, at < 6 and at % 2 == 0 and not args.small, args.flex):
                 kept.add(row)
                 timed.append((row, choice))
                 if time.monotonic() > until:
@@ -226,6 +266,8 @@ def main() -> None:
                 for row, _ in timed:
                     kept.add(row)
                 kept.choose("linear_gelu", timed[0][0]["key"], timed)
+                for row in norm_rows(name, device) if at < 6 else ():
+                    kept.add(row)
 
 
 if __name__ == "__main__":

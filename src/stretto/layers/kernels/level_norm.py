@@ -154,6 +154,7 @@ def _launch(
     gate: int = -1,
     shift: int = -1,
     scale: int = -1,
+    warps: int | None = None,
 ) -> None:
     x, y = x.contiguous(), None if y is None else y.contiguous()
     batch, tokens, width = x.shape
@@ -163,7 +164,7 @@ def _launch(
         x, x if y is None else y, x if out is None else out, x if total is None else total,
         table.contiguous(), levels_BF.contiguous(), weight, bias, tokens // levels_BF.shape[1], eps,
         WIDTH=width, LINES=table.shape[1], GATE=gate, SHIFT=shift, SCALE=scale,
-        ADD=y is not None, NORM=out is not None, BLOCK=block, num_warps=warps_of(block),
+        ADD=y is not None, NORM=out is not None, BLOCK=block, num_warps=warps or warps_of(block),
     )  # fmt: skip
 
 
