@@ -1,46 +1,89 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go, each part with a time limit: results go to the folder named first.
+# What needs a GPU, in parts that can be run by name, each with a time limit: results go to the folder named first.
 #
-#   benchmarks/on_gpu.sh OUT            about nine minutes; two GPUs are used side by side where there are two
+#   benchmarks/on_gpu.sh OUT                    everything: about nine minutes, two GPUs side by side where there are two
+#   benchmarks/on_gpu.sh OUT fidelity seeds     these parts, one after the other, on all GPUs
+#   benchmarks/on_gpu.sh OUT a b + c d          a and b on the first GPU while c and d are on the second
+#   benchmarks/on_gpu.sh --list                 the parts
 #
-# With one GPU the parts of the second column run after those of the first, and the pipelines over two are left out.
+# With one GPU, `everything` leaves out the pipelines over two.
 set -u
-OUT=${1:?the folder for results}
-mkdir -p "$OUT"
 cd "$(dirname "$0")/.."
-export PYTHONPATH="src:client/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+export PYTHONPATH="src:client/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 PY=${PYTHON:-python3}
-GPUS=$($PY -c 'import torch; print(torch.cuda.device_count())')
-[ "$GPUS" -gt 0 ] || { echo "no CUDA device" >&2; exit 1; }
 
-part() { # name, seconds, command...
+limited() { # name, seconds, command...
   local name=$1 limit=$2 began=$SECONDS
   shift 2
   timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
   echo "$name: exit $? after $((SECONDS - began)) s"
 }
 
-policies() {
-  part checks 110 $PY benchmarks/pi05_checks.py --out "$OUT/pi05_checks_h200.json"
-  part bench 110 $PY -m stretto.cli bench pi0.5 --batch 1,4,8,32 --n 60 --out "$OUT/pi05_h200.json"
-  part load 150 $PY benchmarks/load.py --seconds 2.5 --buckets 1,2,4,6,8,12,16 --out "$OUT/load_h200.json"
+# One GPU each.
+part_checks() { limited checks 110 $PY benchmarks/pi05_checks.py --out "$OUT/pi05_checks_h200.json"; }
+part_bench() { limited bench 110 $PY -m stretto.cli bench pi0.5 --batch 1,4,8,32 --n 60 --out "$OUT/pi05_h200.json"; }
+part_load() { limited load 150 $PY benchmarks/load.py --seconds 2.5 --buckets 1,2,4,6,8,12,16 --out "$OUT/load_h200.json"; }
+part_blocks() { limited blocks 130 $PY benchmarks/wan_block.py --budget-seconds 100 --rows 1 4 --out "$OUT/wan_block_h200.json"; }
+part_clients() { limited clients 100 $PY benchmarks/server_clients.py --seconds 5 --out "$OUT/server_clients_h200.json"; }
+part_rtc_cost() { limited rtc_cost 90 $PY benchmarks/rtc_cost.py --out "$OUT/rtc_cost_h200.json"; }
+
+# As many GPUs as there are: results say how many.
+part_smoke() { limited smoke 100 $PY benchmarks/pipeline_smoke.py --models wan2.1-1.3b --out "$OUT/pipeline_${GPUS}x_h200.json"; }
+part_fidelity() { limited fidelity 170 $PY benchmarks/world_fidelity.py --budget 150 --out "$OUT/world_fidelity_${GPUS}x_h200.json"; }
+part_fidelity_processes() {
+  limited fidelity_processes 100 $PY benchmarks/world_fidelity.py --budget 85 --models wan2.1-1.3b --workers processes \
+    --out "$OUT/world_fidelity_${GPUS}x_processes_h200.json"
+}
+part_seeds() { limited seeds 140 $PY benchmarks/world_seeds.py --budget 120 --out "$OUT/world_seeds_${GPUS}x_h200.json"; }
+part_worlds() { # one stream, window 21, no decoder: what most plans are compared by
+  limited worlds 150 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --minutes 2.1 \
+    --out "$OUT/world_${GPUS}x_h200.json"
+}
+part_worlds_decoded() { # with the decoder as a stage
+  limited worlds_decoded 100 $PY benchmarks/world.py --windows 21 --decoders vae --seconds 2 --minutes 1.3 \
+    --models wan2.1-1.3b wan2.2-5b --out "$OUT/world_${GPUS}x_vae_h200.json"
+}
+part_worlds_short() { # windows of nine frames, and several streams
+  limited worlds_short 100 $PY benchmarks/world.py --windows 9 --decoders none --seconds 1.5 --minutes 0.8 \
+    --out "$OUT/world_${GPUS}x_window9_h200.json"
+  limited worlds_several 60 $PY benchmarks/world.py --windows 9 --decoders none --seconds 2 --minutes 0.6 --streams 0 \
+    --models wan2.1-1.3b wan2.2-5b --chunk-frames 1 --out "$OUT/world_${GPUS}x_streams_h200.json"
+}
+part_worlds_processes() {
+  limited worlds_processes 100 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --models wan2.1-1.3b \
+    --plans batched by_step by_stage by_block_batched --workers processes --minutes 1.2 \
+    --out "$OUT/world_${GPUS}x_processes_h200.json"
 }
 
-worlds() {
-  part blocks 130 $PY benchmarks/wan_block.py --budget-seconds 100 --rows 1 4 --out "$OUT/wan_block_h200.json"
-  part clients 100 $PY benchmarks/server_clients.py --seconds 5 --out "$OUT/server_clients_h200.json"
-  part rtc_cost 90 $PY benchmarks/rtc_cost.py --out "$OUT/rtc_cost_h200.json"
+parts() { # names...
+  local name
+  for name in "$@"; do "part_$name"; done
 }
 
-if [ "$GPUS" -gt 1 ]; then
-  (export CUDA_VISIBLE_DEVICES=0; policies) & (export CUDA_VISIBLE_DEVICES=1; worlds) & wait
-  part pipeline_smoke 100 $PY -X faulthandler benchmarks/pipeline_smoke.py --out "$OUT/pipeline_2x_h200.json"
-  spread=(--windows 21 --decoders none --seconds 2)
-  part threads 150 $PY benchmarks/world.py "${spread[@]}" --minutes 2 --out "$OUT/world_2x_h200.json"
-  part processes 100 $PY benchmarks/world.py "${spread[@]}" --models wan2.1-1.3b --plans batched by_step by_stage by_block_batched \
-    --workers processes --minutes 1.2 --out "$OUT/world_2x_processes_h200.json"
-else
-  policies
-  worlds
-  part world 150 $PY benchmarks/world.py --windows 21 --decoders none light --minutes 2 --out "$OUT/world_h200.json"
+if [ "${1:-}" = --list ]; then
+  declare -F | sed -n 's/^declare -f part_//p'
+  exit
 fi
+OUT=${1:?the folder for results}
+shift
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+GPUS=$($PY -c 'import torch; print(torch.cuda.device_count())')
+[ "$GPUS" -gt 0 ] || { echo "no CUDA device" >&2; exit 1; }
+for name in "$@"; do
+  [ "$name" = + ] || declare -F "part_$name" >/dev/null || { echo "no part $name: see --list" >&2; exit 1; }
+done
+
+first="checks bench load" second="blocks clients rtc_cost" all="smoke fidelity seeds worlds worlds_decoded worlds_processes"
+[ $# -gt 0 ] && { first="$*" second="" all=""; }
+[ "${first#*" + "}" != "$first" ] && { second=${first#*" + "} first=${first%%" + "*}; }
+if [ -n "$second" ] && [ "$GPUS" -gt 1 ]; then
+  everyone=$GPUS GPUS=1
+  (export CUDA_VISIBLE_DEVICES=0; parts $first) & (export CUDA_VISIBLE_DEVICES=1; parts $second) & wait
+  GPUS=$everyone
+else
+  [ -n "$all" ] && [ "$GPUS" -eq 1 ] && all="fidelity seeds worlds worlds_decoded worlds_short"
+  parts $first $second
+fi
+parts $all

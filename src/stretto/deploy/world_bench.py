@@ -43,6 +43,8 @@ class WorldCase:
     seconds: float = 4.0
     """Length of the measured span of each case."""
     profile_n: int = 20
+    batches: tuple[int, ...] = ()
+    """Batch sizes to profile; none: one, and one for each denoise step."""
 
 
 class WorldBench:
@@ -53,7 +55,7 @@ class WorldBench:
         self.world = RandomWorld(config)
         first = torch.device(case.devices[0] if case.devices[0].startswith("cuda") else "cpu")
         with torch.inference_mode():
-            options = ProfileOptions(config.name, batches=(1, len(config.levels)), n=case.profile_n)
+            options = ProfileOptions(config.name, batches=case.batches or (1, len(config.levels)), n=case.profile_n)
             self.profile = profile_world(config, first, case.mode, options)
         _free()
         self._model: AnywhereModel | None = None
@@ -136,7 +138,7 @@ class WorldBench:
         for name in used:
             if name.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats(name)
-        engine = self._engine(plan)
+        engine = self.engine(plan)
         try:
             engine.warm()
             streams = [engine.open(seed=i) for i in range(self.case.streams)]
@@ -146,7 +148,7 @@ class WorldBench:
             measured = drive(
                 engine,
                 streams,
-                self._feed,
+                self.feed,
                 first_chunk=self.first_chunk,
                 in_flight=plan.in_flight,
                 warm_chunks=plan.in_flight + 2,
@@ -158,8 +160,14 @@ class WorldBench:
         memory = {n: self.memory(plan, n) | ({"peak_bytes": peaks[n]} if n in peaks else {}) for n in used}
         return self.figures(plan, measured) | {"memory": memory, "graphs": measured.captures}
 
-    def _engine(self, plan: Plan) -> Engine:
-        slots = 2 * max(plan.batch_cap(d.name) for d in plan.devices) * self.case.streams + plan.in_flight
+    def slots(self, plan: Plan) -> int:
+        """Return the chunks that a device can hold at a time."""
+        batches = 2 * max(plan.batch_cap(d.name) for d in plan.devices) * self.case.streams + plan.in_flight
+        return min(batches, 1 + self.case.streams * max(plan.credit(name) for name in plan.classes))
+
+    def engine(self, plan: Plan) -> Engine:
+        """Make an engine for a plan. The model's weights are made once for all plans in one process."""
+        slots = self.slots(plan)
         if self.case.workers == "processes":
             self._model = None
             _free()
@@ -168,7 +176,8 @@ class WorldBench:
             self._model = self.world.on(self.case.devices)
         return Engine(self._model, plan, slots=slots, streams=self.case.streams)
 
-    def _feed(self, stream: int, chunk: int) -> Inputs:
+    def feed(self, stream: int, chunk: int) -> Inputs:
+        """Return the inputs of a chunk: noise, and where it is."""
         place = np.asarray([chunk, chunk_key(0, stream, chunk), 0], np.int64)
         return {"x": self._noise[chunk % len(self._noise)], "place": place}
 

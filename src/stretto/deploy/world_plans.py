@@ -12,8 +12,9 @@ from stretto.core.plan import Device, Mode, Placement, Plan
 from stretto.core.route import Segment
 from stretto.sched import plans
 from stretto.sched.columns import Columns
+from stretto.sched.hardware import CPU
 from stretto.sched.profile import Profile
-from stretto.sched.sim_state import Load, StreamRun
+from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
 ONE = ("serial", "batched")
@@ -61,7 +62,9 @@ def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> 
         raise ConfigError("plan", got=repr(name), expected=f"one of {(*ONE, *SEVERAL)}")
     if name in ("by_step", "by_block", "by_stage"):
         plan = replace(plan, in_flight=plan.in_flight + _AHEAD)
-    return replace(plan, mode=mode)
+    # Captures by rows are made for the very rows that come, so no batch is padded.
+    sizes = range(1, max((plan.batch_cap(d) for d in devices), default=1) + 1)
+    return replace(plan, mode=mode, shapes={"batch": tuple(sizes)})
 
 
 def merged(plan: Plan) -> Plan:
@@ -73,11 +76,17 @@ def merged(plan: Plan) -> Plan:
     return replace(plan, classes=classes)
 
 
+def ahead_of(profile: Profile, plan: Plan) -> int:
+    """Return how many batches are launched behind the one that runs: none where the host itself computes."""
+    return 0 if profile.device == CPU.name else plan.ahead
+
+
 def predicted(profile: Profile, plan: Plan, streams: int) -> dict[str, float]:
     """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
+    load, weather = Load(plan, profile), Weather(ahead=ahead_of(profile, plan))
     chunks = max(240, 24 * plan.in_flight)
     runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
-    outcome = Simulation({profile.model: Load(plan, profile)}, runs).run(2.0 * profile.work_s * chunks * streams)
+    outcome = Simulation({profile.model: load}, runs, weather=weather).run(2.0 * profile.work_s * chunks * streams)
     # Neither the start nor the end, where the last chunks have the devices to themselves.
     steady = [stream.done[chunks // 3 : -plan.in_flight] for stream in outcome.streams]
     # Chunks can come out in bursts of as many as are in flight: whole bursts count.

@@ -189,22 +189,31 @@ def _robots(scenario: Scenario, profile: Profile, model: str, methods: Sequence[
 def single_stream(profile: Profile, devices: Sequence[Device]) -> dict[str, Any]:
     """Compare one stream in a fixed order, one stage in one slot, with batched time slices at growing depth."""
 
-    def run(cap: int, flying: int) -> dict[str, Any]:
-        plan = whole(profile, devices[0]) if len(devices) == 1 else by_block(profile, devices)
-        plan = replace(plan, batch_caps={d.name: cap for d in devices}, in_flight=flying, dispatch="oldest_chunk_first")
+    def run(plan: Plan) -> dict[str, Any]:
         outcome = Simulation({"m": Load(plan, profile)}, [StreamRun("one", "m", chunks=60)]).run(math.inf)
         stream = outcome.streams[0]
         warm = stream.done[len(stream.done) // 3][2]
         return {
-            "chunks_in_flight": flying,
-            "batch_cap": cap,
+            "chunks_in_flight": plan.in_flight,
+            "batch_cap": plan.batch_cap(devices[0].name),
             "interval_ms": _rounded(stream.interval_s(warm) * 1e3),
             "response_ms_p99": _rounded(quantile(stream.responses_s(warm), 0.99) * 1e3),
         }
 
+    fixed, *batched = single_plans(profile, devices)
+    return {"fixed_order": run(fixed), "batched": [run(plan) for plan in batched]}
+
+
+def single_plans(profile: Profile, devices: Sequence[Device]) -> list[Plan]:
+    """Return the plans of one stream: a fixed order of one stage in one slot, then batched time slices at growing depth."""
     g = len(devices)
+    plan = whole(profile, devices[0]) if g == 1 else by_block(profile, devices)
+
+    def at(cap: int, flying: int) -> Plan:
+        return replace(plan, batch_caps={d.name: cap for d in devices}, in_flight=flying, dispatch="oldest_chunk_first")
+
     depths = [n * g for n in (1, 2, profile.steps)]
-    return {"fixed_order": run(1, g), "batched": [run(ring_cap(n, g, profile.max_batch), n) for n in depths]}
+    return [at(1, g), *(at(ring_cap(n, g, profile.max_batch), n) for n in depths)]
 
 
 def depth(profile: Profile, devices: Sequence[Device]) -> dict[str, Any]:

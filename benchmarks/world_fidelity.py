@@ -1,0 +1,263 @@
+"""The simulator against the real executor, with world models on the GPUs at hand: one or two, in one process or in several.
+
+    python benchmarks/world_fidelity.py --budget 150 --out benchmarks/results/world_fidelity_1x_h200.json
+
+Every model is profiled first, on the device and in the mode of the run. Then scripts of one to four streams, some of which
+arrive late or are cancelled on their way, run on the engine and in the simulator: the same plan, the same dispatch
+functions. A script runs once in short to capture its graphs, and then to be measured. Rows have the output interval of every
+stream in every span between arrivals and cancels. The result is written after each case; `--small` tries it on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.core.plan import Device, Plan
+from stretto.deploy.provenance import provenance
+from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_plans import ahead_of, plan_of
+from stretto.deploy.world_trial import Entry, Script, comparison, idle_share, play, pooled, simulated
+from stretto.deploy.worlds import TINY, config_of
+from stretto.models.wan_config import SPECS
+from stretto.runtime.engine import Stream
+from stretto.sched.cluster import StreamSpec
+from stretto.sched.columns import Columns, Rank
+from stretto.sched.pack import pack
+from stretto.sched.plans import of_ranks
+from stretto.sched.profile import Profile
+from stretto.sched.sim_state import Weather
+from stretto.sched.verify import Trial
+
+STREAMS = 4
+LEAST_S = 1.5
+"""Length of a span, at least."""
+SHOWN = ("model", "case", "worst_error", "graphs", "eager_chunks", "took_s", "skipped", "not_run", "error", "failed")
+NOISE = 0.01
+"""Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and the classes of the streams that run under it; `changes`: the second arrives late, the last is cancelled."""
+
+    name: str
+    plan: Plan
+    classes: Sequence[str]
+    changes: bool = False
+
+    def script(self, profile: Profile, weather: Weather, chunks: int) -> Script:
+        """Make a script in which every stream of every span makes about `chunks` chunks."""
+        steady = simulated(profile, self.plan, self._flat_out(600.0 * profile.work_s), weather)
+        pace_s = max(t.interval_s((200.0 * profile.work_s, 600.0 * profile.work_s)) for t in steady)
+        settle_s = 1.5 * max(self.plan.credit(c) for c in self.classes) * pace_s
+        part_s = settle_s + max(chunks * pace_s, LEAST_S * (1.0 if profile.work_s > 0.05 else 0.2))
+        if not self.changes:
+            return replace(self._flat_out(part_s), spans=((settle_s, part_s),))
+        entries = list(self._flat_out(3.0 * part_s).entries)
+        entries[1] = replace(entries[1], start_s=part_s)
+        entries[-1] = replace(entries[-1], stop_s=2.0 * part_s)
+        return Script(entries, 3.0 * part_s, [(settle_s + i * part_s, (i + 1) * part_s) for i in range(3)])
+
+    def _flat_out(self, seconds: float) -> Script:
+        # Streams that begin at the very same time would leave their first batches to chance.
+        return Script([Entry(name, start_s=0.011 * i) for i, name in enumerate(self.classes)], seconds, ((0.0, seconds),))
+
+
+def tuned(plan: Plan, flying: int, cap: int | None = None) -> Plan:
+    caps = plan.batch_caps if cap is None else {d.name: cap for d in plan.devices}
+    return replace(plan, in_flight=flying, batch_caps=caps)
+
+
+def cases(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterator[Case]:
+    """Yield the cases for these devices, what matters most first."""
+    make = partial(plan_of, profile=profile, devices=devices, mode=bench.case.mode)
+    batched, alone = make("batched"), ["default"]
+    if len(devices) == 1:
+        yield Case("batched over steps, 1 stream", batched, alone)
+        yield Case("batched, 3 streams, one arrives, one is cancelled", tuned(batched, 2), alone * 3, changes=True)
+        yield Case("whole, 1 stream", tuned(make("serial"), 2), alone)
+        yield Case("batched, 2 streams", tuned(batched, 3), alone * 2)
+        yield Case("batched, 4 streams", tuned(batched, 2), alone * 4)
+        yield from placed(profile, devices, bench)
+        return
+    ring = make("by_block_batched")
+    yield Case("by_block_batched, 1 stream", ring, alone)
+    yield Case("by_block_batched, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
+    yield Case("by_step, 1 stream", make("by_step"), alone)
+    yield Case("by_step, 3 streams, one arrives, one is cancelled", tuned(make("by_step"), 2), alone * 3, changes=True)
+    yield from placed(profile, devices, bench)
+    yield other_cuts(profile, devices, bench)
+    yield Case("by_block_batched, 2 streams", tuned(ring, 4), alone * 2)
+    yield Case("by_block, 1 stream", make("by_block"), alone)
+    yield Case("by_stage, 1 stream", make("by_stage"), alone)
+
+
+def placed(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterator[Case]:
+    """Yield as many streams as fit, where the planner puts them, for a promise that leaves it a tenth of every device."""
+    count = STREAMS if len(devices) > 1 else STREAMS - 1
+    memory = memory_of(devices[0])
+    pool = [Device(name, memory_bytes=memory) for name in devices]
+    spec = StreamSpec("", profile.model, profile.work_s * count / len(devices) / 0.9, 20.0 * profile.work_s)
+    specs = [replace(spec, name=f"s{i}") for i in range(count)]
+    found = pack(pool, {profile.model: profile}, specs, "portfolio", Trial(16, 6, Weather(noise=NOISE)))
+    if found.verified is None:
+        return
+    (plan,) = found.verified.plans.values()
+    plan = exact(replace(plan, mode=bench.case.mode, credits={name: min(4, plan.credit(name)) for name in plan.classes}))
+    yield Case(f"portfolio, {len(found.placed)} of {count} streams", plan, list(plan.classes), changes=len(found.placed) > 2)
+
+
+def other_cuts(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Case:
+    """One stream on each of two devices, and one that is spread over both and arrives later."""
+    n, (a, b) = len(Columns.of(profile)), devices[:2]
+    ranks = {"first": [Rank(0, n, a)], "both": [Rank(0, n // 2, a), Rank(n // 2, n, b)], "second": [Rank(0, n, b)]}
+    pool = [Device(a), Device(b)]
+    plan = of_ranks(profile, pool, ranks, quantum=-(-n // 2), credits=dict.fromkeys(ranks, 2), dispatch="oldest_chunk_first")
+    return Case("other cuts, 3 streams, one arrives, one is cancelled", replace(plan, mode=bench.case.mode), list(ranks), True)
+
+
+def exact(plan: Plan) -> Plan:
+    """Graphs by rows are captured for the batches that come: no batch is padded."""
+    return replace(plan, shapes={"batch": tuple(range(1, max(plan.batch_cap(d.name) for d in plan.devices) + 1))})
+
+
+def memory_of(device: str) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory * 0.95) if device.startswith("cuda") else 0
+
+
+def run(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], float]) -> dict[str, Any]:
+    """Run one case; a case that cannot be run says why."""
+    config, plan = bench.config, case.plan
+    row: dict[str, Any] = {
+        "model": config.name,
+        "chunk_frames": config.frames_per_chunk,
+        "case": case.name,
+        "plan": plan.kind,
+        "dispatch": plan.dispatch,
+        "devices": len(plan.devices),
+        "streams": len(case.classes),
+        "ahead": plan.ahead,
+        "batch_caps": dict(plan.batch_caps),
+        "credits": {name: plan.credit(name) for name in plan.classes},
+    }
+    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
+    script = case.script(bench.profile, weather, chunks)
+    row["seconds"] = round(script.seconds, 2)
+    short = bench.short_of_memory(plan)
+    if short or left_s() < 1.6 * script.seconds + 4.0:
+        return row | ({"skipped": short} if short else {"not_run": f"needs {1.6 * script.seconds + 4.0:.0f} s"})
+    began_s = time.monotonic()
+    engine = bench.engine(plan)
+    try:
+        engine.warm()
+        spec = engine.model.conditions["context"]
+
+        def prepare(stream: Stream) -> None:
+            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
+
+        play(engine, script, bench.feed, bench.first_chunk, prepare, share=0.5)
+        captured = engine.captures
+        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
+        captures = engine.captures - captured
+    finally:
+        engine.close()
+    expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
+    rows = comparison(tracks, expected, script.spans)
+    failed = [t.failed for t in tracks if t.failed]
+    return row | {
+        "rows": rows,
+        "worst_error": max((abs(r["error"]) for r in rows), default=None),
+        "chunks_per_s": pooled(tracks, expected, script.spans),
+        "idle_share": dict(idle_share(tracks, script.seconds)),
+        "graphs": engine.captures,
+        "captured_while_measured": captures,
+        "eager_chunks": sum(t.eager for t in tracks),
+        "all_chunks": sum(len(t.out) for t in tracks),
+        "took_s": round(time.monotonic() - began_s, 1),
+        **({"failed": failed} if failed else {}),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = [abs(r["error"]) for case in rows for r in case.get("rows", ())]
+    if not errors:
+        return {}
+    within = sum(e <= 0.05 for e in errors)
+    rates = [abs(r["error"]) for case in rows for r in case.get("chunks_per_s", ())]
+    return {
+        "intervals": len(errors),
+        "within_5_percent": within,
+        "error_mean": round(statistics.mean(errors), 4),
+        "error_worst": round(max(errors), 4),
+        "rate_error_worst": round(max(rates, default=math.nan), 4),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds; no case begins that would go beyond")
+    parser.add_argument("--models", nargs="*", default=["wan2.1-1.3b", "wan2.2-5b"], choices=[*SPECS, TINY])
+    parser.add_argument("--chunk-frames", type=int, default=1)
+    parser.add_argument("--window", type=int, default=21)
+    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
+    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
+    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of a stream in a span")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, began_s = parse(), time.monotonic()
+    cuda = torch.cuda.is_available() and not args.small
+    count = args.gpus or (torch.cuda.device_count() if cuda else 1)
+    devices, mode, dtype = resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
+    models, window = ([TINY], 6) if args.small else (args.models, args.window)
+    result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices)}
+    result |= {"mode": mode, "workers": args.workers, "noise": NOISE, "host": {"cores": os.cpu_count()}, "cases": []}
+    result["profiles"] = []
+    for i, model in enumerate(models):
+        until_s = began_s + args.budget * (i + 1) / len(models)
+        changes = {"blocks": 8, "width": 128, "heads": 2} if model == TINY else {}
+        config = config_of(
+            model, frames_per_chunk=args.chunk_frames, window_frames=window, decoder="none", dtype=dtype, **changes
+        )
+        case = WorldCase(devices, mode, args.workers, STREAMS, profile_n=12, batches=(1, 2, 3, 4))
+        bench = WorldBench(config, case)
+        result["profiles"].append(json.loads(bench.profile.to_json()))
+        print(f"# {model}: profiled after {time.monotonic() - began_s:.1f} s", flush=True)
+        for some in cases(bench.profile, devices, bench):
+            if args.only not in some.name:
+                continue
+            try:
+                row = run(bench, some, args.chunks, lambda until_s=until_s: until_s - time.monotonic())
+            except Exception as error:  # one case must not cost the others their figures
+                row = {"model": model, "case": some.name, "error": f"{type(error).__name__}: {error}"}
+            result["cases"].append(row)
+            result["summary"] = summary(result["cases"])
+            line = {k: row[k] for k in SHOWN if k in row}
+            line["intervals"] = [(r["measured_ms"], r["simulated_ms"], r["error"]) for r in row.get("rows", ())]
+            print(json.dumps(line), flush=True)
+            if args.out is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+        del bench
+    print(json.dumps(result.get("summary")))
+
+
+if __name__ == "__main__":
+    main()

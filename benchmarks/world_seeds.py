@@ -1,0 +1,265 @@
+"""What the planner's scenarios come to on real GPUs: `seed-1gpu` and `seed-2gpu`, convoys, and a joint placement of 14B.
+
+    python benchmarks/world_seeds.py --budget 120 --out benchmarks/results/world_seeds_2x_h200.json
+
+Seeds: one stream in a fixed order of one stage in one slot, then in batched time slices at growing depth: the plans of
+`stretto plan`, with its costs measured here first. Convoys: four streams over a ring of two GPUs with the batch cap on and off,
+with batches launched ahead and without. Joint: streams of 14B over both GPUs at a promised interval, with greedy batches and
+with the planner's caps and order. What the simulator expects stands beside every figure. The result is written after each
+row; `--small` tries it on CPU devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.core.plan import Device, Plan
+from stretto.deploy.provenance import provenance
+from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_plans import ahead_of
+from stretto.deploy.world_trial import Entry, Script, Track, idle_share, play, simulated
+from stretto.deploy.worlds import TINY, config_of
+from stretto.runtime.engine import Stream
+from stretto.sched.cluster import ModelView, Placed, StreamSpec
+from stretto.sched.equal import equal_ranks
+from stretto.sched.outcome import quantile
+from stretto.sched.plans import by_block
+from stretto.sched.profile import Profile
+from stretto.sched.report import single_plans
+from stretto.sched.sim_state import Weather
+from stretto.sched.verify import to_plans
+
+NOISE = 0.01
+PARTS = ("seed-1gpu", "seed-2gpu", "convoy", "joint")
+RING_STREAMS, RING_FLYING, RING_QUANTUM = 4, 2, 5
+Left = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan, the promised interval of its streams (0: flat out), and how long to look."""
+
+    name: str
+    plan: Plan
+    classes: Sequence[str]
+    settle_s: float
+    seconds: float
+    interval_s: float = 0.0
+
+    @property
+    def script(self) -> Script:
+        offsets = [(i * 0.618 % 1.0) * self.interval_s if self.interval_s else 0.011 * i for i in range(len(self.classes))]
+        entries = [Entry(c, o, interval_s=self.interval_s) for c, o in zip(self.classes, offsets, strict=True)]
+        return Script(entries, self.seconds, ((self.settle_s, self.seconds),))
+
+
+def settled(profile: Profile, name: str, plan: Plan, streams: int, seconds: float) -> Trial:
+    """Make a trial of equal streams that run flat out, looked at for so long once what was queued at first is through."""
+    return Trial(
+        name, plan, ["default"] * streams, settle := 1.3 * profile.work_s * plan.in_flight * streams / 2, settle + seconds
+    )
+
+
+def seed(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
+    fixed, *batched = single_plans(profile, [Device(d) for d in devices])
+    yield settled(profile, "fixed order, one stage in one slot", fixed, 1, seconds)
+    for plan in batched:
+        cap = plan.batch_cap(devices[0])
+        yield settled(profile, f"batched time slices, {plan.in_flight} chunks in flight, cap {cap}", plan, 1, seconds)
+
+
+def convoy(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
+    ring = by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM).with_dispatch("earliest_deadline_first")
+    ring = replace(ring, in_flight=RING_FLYING)
+    for ahead in (0, 1):
+        for cap in (RING_STREAMS * RING_FLYING, 2, 1):
+            how = "launched ahead" if ahead else "chosen when the device is free"
+            plan = replace(ring, ahead=ahead, batch_caps=dict.fromkeys(devices, cap))
+            yield settled(profile, f"batches of up to {cap}, {how}", plan, RING_STREAMS, seconds)
+
+
+def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Trial]:
+    """Spread every stream over all devices with equal ranks, at a promise that asks for 0.93 of their time."""
+    pool = [Device(d) for d in devices]
+    view = ModelView(profile)
+    ranks = equal_ranks(view, pool)
+    interval_s = streams * max(view.work_sum[r.stop] - view.work_sum[r.start] for r in ranks) / 0.93
+    specs = [StreamSpec(f"s{i}", profile.model, interval_s, 8.0 * interval_s) for i in range(streams)]
+    placed = {s.name: Placed(s, ranks, "spread") for s in specs}
+    ours: dict[str, Any] = {"dispatch": "earliest_virtual_deadline_first"}
+    greedy: dict[str, Any] = {"greedy": True, "dispatch": "first_come_first_served"}
+    for name, options, ahead in (
+        ("greedy batches, chosen when the device is free", greedy, 0),
+        ("capped batches, virtual deadlines, chosen when the device is free", ours, 0),
+        ("capped batches, virtual deadlines, launched ahead", ours, 1),
+        ("greedy batches, launched ahead", greedy, 1),
+    ):
+        (plan,) = to_plans(pool, {profile.model: profile}, placed, **options).values()
+        plan = replace(plan, ahead=ahead, credits={n: min(4, c) for n, c in plan.credits.items()})
+        yield Trial(name, plan, list(plan.classes), 5 * interval_s, 16 * interval_s, interval_s)
+
+
+def figures(tracks: Sequence[Track], trial: Trial) -> dict[str, Any]:
+    """Return rate, intervals and latencies of a run, measured or simulated, after it has settled."""
+    span = (trial.settle_s, trial.seconds)
+    late = [done - due for t in tracks for due, done in t.out if done >= trial.settle_s]
+    ends = sorted(done for t in tracks for _, done in t.out if done >= trial.settle_s)
+    rate = (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else math.nan
+    out: dict[str, Any] = {
+        "chunks_per_s": rounded(rate, 4),
+        "interval_ms": [rounded(t.interval_s(span) * 1e3) for t in tracks],
+        "response_ms_p50": rounded(quantile(late, 0.5) * 1e3),
+        "response_ms_p99": rounded(quantile(late, 0.99) * 1e3),
+    }
+    if trial.interval_s:
+        out["late_streams"] = sum(behind(t, trial) for t in tracks)
+    return out
+
+
+def behind(track: Track, trial: Trial) -> bool:
+    """Tell whether a player with one chunk in hand, from the first one after settling on, would have run dry."""
+    out = [done for _, done in track.out if done >= trial.settle_s]
+    late = max((done - out[0] - i * trial.interval_s for i, done in enumerate(out)), default=math.inf)
+    return late > trial.interval_s or trial.seconds - out[-1] > 2.0 * trial.interval_s
+
+
+def rounded(value: float, digits: int = 2) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def run(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, Any]:
+    mode = bench.case.mode
+    plan = replace(trial.plan, mode=mode, shapes={"batch": tuple(range(1, 1 + max(trial.plan.batch_caps.values())))})
+    trial = replace(trial, plan=plan)
+    config = bench.config
+    row: dict[str, Any] = {
+        "part": part, "model": config.name, "chunk_frames": config.frames_per_chunk, "window_frames": config.window_frames,
+        "case": trial.name, "devices": len(plan.devices), "streams": len(trial.classes), "mode": mode,
+        "dispatch": plan.dispatch, "ahead": plan.ahead, "batch_caps": dict(plan.batch_caps),
+        "in_flight": max(plan.credit(c) for c in trial.classes),
+    }  # fmt: skip
+    if trial.interval_s:
+        row["promised_interval_ms"] = rounded(trial.interval_s * 1e3)
+    script, needs_s = trial.script, 1.4 * trial.seconds + 4.0
+    if short := bench.short_of_memory(plan):
+        return row | {"skipped": short}
+    if left_s() < needs_s:
+        return row | {"not_run": f"needs {needs_s:.0f} s"}
+    engine = bench.engine(plan)
+    try:
+        engine.warm()
+        spec = engine.model.conditions["context"]
+
+        def prepare(stream: Stream) -> None:
+            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
+
+        play(engine, script, bench.feed, bench.first_chunk, prepare, share=0.4)
+        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
+    finally:
+        engine.close()
+    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
+    said = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
+    measured, expected = figures(tracks, trial), figures(said, trial)
+    a, b = measured["chunks_per_s"], expected["chunks_per_s"]
+    frames = config.frames_per_chunk * config.time_stride
+    return row | {
+        **measured,
+        "frames_per_s": rounded((a or math.nan) * frames),
+        "simulated": expected,
+        "rate_error": rounded(b / a - 1.0, 4) if a and b else None,
+        "idle_share": dict(idle_share(tracks, trial.seconds)),
+        "graphs": engine.captures,
+        "eager_chunks": sum(t.eager for t in tracks),
+        "failed": [t.failed for t in tracks if t.failed],
+    }
+
+
+def trials(part: str, bench: WorldBench, devices: Sequence[str], args: argparse.Namespace) -> Iterator[Trial]:
+    profile = bench.profile
+    if part == "convoy":
+        yield from convoy(profile, devices, args.seconds)
+    elif part == "joint":
+        yield from joint(profile, devices, args.streams)
+    else:
+        yield from seed(profile, devices, args.seconds)
+
+
+def bench_of(part: str, devices: Sequence[str], mode: Any, dtype: str, args: argparse.Namespace) -> WorldBench:
+    """Build and profile the model of a part."""
+    models = {"seed-1gpu": ("wan2.2-5b", 1, 21), "convoy": ("wan2.1-1.3b", 3, 21), "joint": ("wan2.1-14b", 1, 9)}
+    model, frames, window = models.get(part, ("wan2.1-1.3b", 1, 21))
+    changes: dict[str, Any] = {}
+    if args.small:
+        model, window, changes = TINY, 6, {"blocks": 8, "width": 128, "heads": 2}
+    streams = {"convoy": RING_STREAMS, "joint": args.streams}.get(part, 1)
+    config = config_of(model, frames_per_chunk=frames, window_frames=window, decoder="none", dtype=dtype, **changes)
+    batches = (1, 2, 4) if part.startswith("seed") else (1, 2, 4, 8)
+    case = WorldCase(tuple(devices), mode, args.workers, streams, profile_n=10, batches=batches)
+    bench = WorldBench(config, case)
+    # Greedy means: whatever waits.
+    bench.profile = replace(bench.profile, max_batch=4 if part.startswith("seed") else 16)
+    return bench
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds; no row begins that would go beyond")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
+    parser.add_argument("--seconds", type=float, default=3.0, help="what is looked at of each row that runs flat out")
+    parser.add_argument("--streams", type=int, default=4, help="streams of the joint placement")
+    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
+    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, began_s = parse(), time.monotonic()
+    cuda = torch.cuda.is_available() and not args.small
+    count = args.gpus or (torch.cuda.device_count() if cuda else 2)
+    names, mode, dtype = resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
+    result: dict[str, Any] = {**provenance(torch.device(names[0].split(":")[0])), "devices": len(names), "mode": mode}
+    result |= {"workers": args.workers, "noise": NOISE, "rows": [], "profiles": []}
+
+    def left_s() -> float:
+        return args.budget - (time.monotonic() - began_s)
+
+    def keep(row: dict[str, Any]) -> None:
+        result["rows"].append(row)
+        print(json.dumps({k: v for k, v in row.items() if k not in ("window_frames", "dispatch", "chunk_frames")}), flush=True)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    for part in args.parts:
+        needs = 1 if part == "seed-1gpu" else 2
+        if len(names) < needs or left_s() < 15.0:
+            keep({"part": part, "not_run": f"needs {needs} devices" if len(names) < needs else "out of time"})
+            continue
+        try:
+            devices = names[:needs]
+            bench = bench_of(part, devices, mode, dtype, args)
+            result["profiles"].append(json.loads(bench.profile.to_json()))
+            for trial in trials(part, bench, devices, args):
+                try:
+                    keep(run(bench, part, trial, left_s))
+                except Exception as error:  # one row must not cost the others their figures
+                    keep({"part": part, "case": trial.name, "error": f"{type(error).__name__}: {error}"})
+        except Exception as error:
+            keep({"part": part, "error": f"{type(error).__name__}: {error}"})
+        bench = None  # its weights make room for the next
+
+
+if __name__ == "__main__":
+    main()
