@@ -1,12 +1,14 @@
 """Rooflines of one robot: as it is, with a model five times slower, and with 50 ms of network; and of the model's stages.
 
     python benchmarks/roofline_robots.py --model pi0.5 --out benchmarks/results/roofline_h200      # on an H200
-    python benchmarks/roofline_robots.py --model pi05-metaworld --execute 8 --out benchmarks/results/roofline_metaworld
+    OMP_NUM_THREADS=1 python benchmarks/roofline_robots.py --model pi05-metaworld --denoise-steps 3 --execute 4 \\
+        --out benchmarks/results/roofline_metaworld
 
 A preset runs on random observations and the world is what its actions take at the control rate; a checkpoint runs in
 Meta-World, where observing is rendering. The slow model really runs five times, the network really waits. Writes a trace a
 variant, the points and the sentences (.json), and both figures (.png, .svg); where there is no matplotlib, say `--no-figures`
-and later, elsewhere, `--figures-from` that .json. Fails if the injected slowness is not what the traces show.
+and later, elsewhere, `--figures-from` that .json. Fails if the sentence of a variant does not blame what was made slow, so the
+model as it is has to be faster than 50 ms, and the world not much slower than it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from load import DeadlineAware, make_inputs, make_model
 
@@ -158,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     else:
         from stretto.deploy.policy import PolicyOptions, load_policy
 
-        policy = load_policy(options.model, PolicyOptions(device=options.device, max_batch=1, plan="per_visit", rtc=()))
+        steps = options.denoise_steps
+        made = PolicyOptions(device=options.device, max_batch=1, plan="per_visit", rtc=(), denoise_steps=steps)
+        policy = load_policy(options.model, made)
         policy.warm()
         model, prompt = policy.loaded.model, options.prompt
         ask, close = of_world(policy, options.env, options.task, options.execute)
@@ -189,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     result = {
         **provenance(torch.device(options.device)),
         **{name: getattr(options, name) for name in ("model", "control_hz", "execute", "requests")},
+        "denoise_steps": model.config.denoise_steps,
         "roof": {"name": roof.name, "peak_flops": roof.flops, "bandwidth_bytes_s": roof.bandwidth_bytes_s},
         "points": [p.to_json() for p in points],
         "stages": [{field: getattr(s, field) for field in s.__slots__} for s in stages],
@@ -197,12 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     saved.write_text(json.dumps(result, indent=1) + "\n")
     if options.figures:
         redraw(saved)
-    slow, far = points[1], points[2]
-    largest = {p.name: max(p.parts_ms_p50, key=lambda part: p.parts_ms_p50[part]) for p in (slow, far)}
-    if largest[slow.name] != "inference":
-        raise SystemExit(f"{slow.name}: {largest[slow.name]} is larger than a model that runs five times")
-    if not np.isclose(far.parts_ms_p50["transfer"], 50.0, atol=10.0):
-        raise SystemExit(f"{far.name}: the network took {far.parts_ms_p50['transfer']:.1f} ms, not 50")
+    wrong = [p.sentence for p, who in zip(points[1:], ("model", "network"), strict=True) if p.limited_by != who]
+    if wrong:
+        raise SystemExit("not what was made slow:\n" + "\n".join(wrong))
     return result
 
 
@@ -228,6 +229,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--env", default="metaworld")
     parser.add_argument("--task", default="drawer-open")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--denoise-steps", type=int, help="of a checkpoint; by default what it says")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompt", type=int, default=48)
     parser.add_argument("--execute", type=int, default=5, help="actions executed a request")

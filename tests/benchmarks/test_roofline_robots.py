@@ -15,10 +15,27 @@ from stretto.models import pi0
 def test_a_slow_model_and_a_slow_network_are_blamed_for_what_they_do(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "tiny"
-    arguments = ["--model", "tiny", "--device", "cpu", "--out", str(out), "--requests", "9", "--execute", "5"]
+    arguments = [
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--requests",
+        "9",
+        "--execute",
+        "5",
+        "--control-hz",
+        "400",
+    ]
     result = main([*arguments, "--no-figures"])
     assert not out.with_suffix(".png").exists()
     plain, slow, far = (locate(name, read_trace(trace_path(out, name))) for name in VARIANTS)
+    assert slow.limited_by == "model"
+    assert "slower is limited by the model" in slow.sentence
+    assert far.limited_by == "network"
+    assert "50_ms is limited by the network" in far.sentence
     assert slow.parts_ms_p50["inference"] > 2 * plain.parts_ms_p50["inference"]
     assert far.parts_ms_p50["transfer"] == pytest.approx(50, abs=20)
     assert [p["name"] for p in result["points"]] == list(VARIANTS)

@@ -70,6 +70,12 @@ def test_a_network_of_fifty_milliseconds_is_named_and_a_faster_model_is_said_to_
     assert "the network takes 50" in easy.sentence
 
 
+def test_a_network_as_slow_as_the_model_is_named_beside_it() -> None:
+    assert "the network takes 50 and the model 36 of the" in point(transfer_s=0.05).sentence
+    assert "the model takes 36 and the network 20 of the" in point(transfer_s=0.02).sentence
+    assert "the model takes 36 of the" in point(transfer_s=0.017).sentence
+
+
 def test_a_missed_deadline_names_the_part_that_takes_longest_at_the_tail() -> None:
     requests = parse_trace(lines(deadline_s=0.1) + lines(10, queue_s=0.3, deadline_s=0.1))
     p = locate("arm", requests)

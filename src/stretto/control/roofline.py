@@ -154,8 +154,8 @@ def locate(name: str, requests: Sequence[Request]) -> Point:
     margins = {q: deadline_s - _quantile(critical, q) for q in (50, 99)}
     x = forms["critical_p50"].x
     percent = 99 if x >= 1.0 and margins[99] < 0.0 else 50
-    largest, largest_s = _largest(parts, percent)
-    limited_by = "world" if x >= 1.0 and margins[99] >= 0.0 else largest
+    takers = _takers(parts, percent)
+    limited_by = "world" if x >= 1.0 and margins[99] >= 0.0 else takers[0][0]
     faster = critical - inference / 2
     point: dict[str, Any] = {
         "name": name,
@@ -184,7 +184,7 @@ def locate(name: str, requests: Sequence[Request]) -> Point:
         "rtc": rtc,
     }
     whole = forms[f"critical_p{percent}"].latency_ms
-    blame = f"the {largest} takes {largest_s * 1e3:.0f} of the {whole:.0f} ms from observation to command (p{percent})"
+    blame = f"{_blame(takers)} of the {whole:.0f} ms from observation to command (p{percent})"
     return Point(**point, sentence=_sentence(point, blame))
 
 
@@ -209,13 +209,19 @@ def _quantile(values: np.ndarray[Any, Any], percent: int) -> float:
     return float(np.percentile(values, percent))
 
 
-def _largest(parts: dict[str, np.ndarray[Any, Any]], percent: int) -> tuple[str, float]:
-    """Return who takes most of the critical path, and how many seconds."""
+def _takers(parts: dict[str, np.ndarray[Any, Any]], percent: int) -> list[tuple[str, float]]:
+    """Return who takes how many seconds of the critical path, the longest first."""
     total = dict.fromkeys(LIMITS.values(), 0.0)
     for part, values in parts.items():
         total[LIMITS[part]] += _quantile(values, percent)
-    who = max(total, key=lambda name: total[name])
-    return who, total[who]
+    return sorted(total.items(), key=lambda taker: -taker[1])
+
+
+def _blame(takers: Sequence[tuple[str, float]]) -> str:
+    """Name the largest part, and the next one where it is more than half as large: removing one alone buys little then."""
+    (who, seconds), (other, next_s) = takers[:2]
+    also = f" and the {other} {next_s * 1e3:.0f}" if next_s > seconds / 2 else ""
+    return f"the {who} takes {seconds * 1e3:.0f}{also}"
 
 
 def _deadline(answered: Sequence[Request], env_s: float, rtc: Chunking | None) -> float:
