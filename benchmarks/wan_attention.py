@@ -30,9 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
 from stretto.layers.kernels import level_norm
-from stretto.layers.kernels import linear_gelu as gelu
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
-from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name
+from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables
 from stretto.models.wan_config import SPECS
 
 WINDOW = 21
@@ -160,14 +159,16 @@ def attention_rows(
 
 
 def gelu_rows(name: str, frames: int, rows: int, device: torch.device) -> Iterator[tuple[dict[str, Any], Any]]:
-    config = SPECS[name]
-    key = (rows * frames * config.tokens_per_frame, config.ffn_width, config.width)
-    inputs = gelu._inputs(key, torch.bfloat16, device)
+    config, tunable = SPECS[name], tunables()["linear_gelu"]
+    key = (rows * frames * config.tokens_per_frame, config.width, config.ffn_width)
+    inputs = tunable.inputs(key, torch.bfloat16, device)
     gflop = 2 * key[0] * key[1] * key[2] / 1e9
-    for choice in gelu.candidates(key):
-        row: dict[str, Any] = {"case": f"{name}, {frames} frames, {rows} rows, gelu", "key": key, "way": choice["gelu"]}
+    listed = tunable.candidates(key)
+    large = [choice for choice in listed if (choice.get("block_m"), choice.get("block_n")) in ((128, 256), (256, 128))]
+    for choice in [*listed[:2], *large[:1]]:
+        row: dict[str, Any] = {"case": f"{name}, {frames} frames, {rows} rows, gelu", "key": key, "way": str(dict(choice))}
         try:
-            row["us"] = round(seconds_of(lambda choice=choice: gelu.linear_gelu(*inputs, choice)) * 1e6, 1)
+            row["us"] = round(seconds_of(lambda choice=choice: tunable.run(choice, *inputs)) * 1e6, 1)
             row["tflop_per_s"] = round(gflop / row["us"] * 1e3, 1)
         except Exception as error:  # as in `measure`
             row["failed"] = f"{type(error).__name__}: {error}"[:300]
