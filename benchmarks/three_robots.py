@@ -344,6 +344,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--takt", type=float, default=1.25, help="time allowed, in times of what is needed without latency")
     parser.add_argument("--guidance", default="identity", choices=("identity", "vjp", "hard"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--no-figures", dest="figures", action="store_false")
+    parser.add_argument("--figures-from", type=Path, help="draw the picture of this .json, and run nothing")
     options = parser.parse_args(arguments)
     if not 1.0 <= options.takt <= MOST:
         parser.error(f"--takt: got {options.takt}, expected from 1 to {MOST}")
@@ -352,6 +354,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
+    if options.figures_from is not None:
+        return redraw(options.figures_from)
     adapter = find_environment(options.env)
     world = World(options.env, options.control_hz, tuple(options.held), adapter.action_dim, options.camera_every)
     tasks = check_tasks(adapter, tuple(options.tasks or ()))
@@ -393,7 +397,16 @@ def conclude(options: argparse.Namespace, found: Mapping[str, Sequence[Run]], fo
         out.with_name(out.name + ".json").write_text(json.dumps(result) + "\n")
         for kind in found:
             gather(kind, folder, out.with_name(f"{out.name}_{kind}_trace.jsonl"))
-        draw(found, options.control_hz, options.takt, [out.with_name(f"{out.name}.{end}") for end in ("png", "svg")])
+        if options.figures:
+            redraw(out.with_name(out.name + ".json"))
+    return result
+
+
+def redraw(saved: Path) -> dict[str, Any]:
+    """Draw the picture of a result."""
+    result: dict[str, Any] = json.loads(saved.read_text())
+    found = {kind: [Run(**run) for run in runs] for kind, runs in result["runs"].items()}
+    draw(found, result["control_hz"], result["takt"], [saved.with_suffix(f".{end}") for end in ("png", "svg")])
     return result
 
 
