@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.layers.kernels import gemm, linear_rope
 from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.layer_norm import _launch_affine, add_layer_norm
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
@@ -73,6 +74,26 @@ def test_a_qkv_product_rotates_and_writes_only_its_own_part_of_the_arena(heads: 
     agree(arena, other)
     for part in (slice(None), [0, 2]), (slice(None), slice(None), [0, 2]), (slice(None),) * 3 + (slice(tokens, None),):
         assert torch.equal(arena[part], other[part])
+
+
+@kernel_test
+def test_a_rotary_table_far_into_a_prefix() -> None:
+    positions = torch.randint(0, 1000, (2, 7), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert rotary_table.kernel is not None
+    for got, want in zip(rotary_table.kernel(positions, 32, 1e4), rotary_table.reference(positions, 32, 1e4), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+
+
+@kernel_test
+@pytest.mark.parametrize(("rows", "width"), [(1, 24), (5, 40), (9, 72)])
+@pytest.mark.parametrize("choice", [{"rows": 1, "warps": 4}, {"rows": 4, "warps": 2}])
+def test_a_layer_norm_of_several_rows_a_program(rows: int, width: int, choice: dict[str, int]) -> None:
+    x, residual, weight, bias = normal(rows, width), normal(rows, width, seed=1).float(), normal(width), normal(width, seed=2)
+    out, total = torch.empty_like(x), torch.empty_like(residual)
+    _launch_affine(choice, residual, x, weight, bias, 1e-6, out, total)
+    want, sums = add_layer_norm.reference(x, residual, weight, bias, 1e-6)
+    agree(out, want)
+    agree(total, sums)
 
 
 @kernel_test

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
+from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
 def layer_norm_reference(
@@ -126,15 +128,48 @@ def _layer_norm_kernel(
         tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
 
 
+@jit
+def _affine_layer_norm_kernel(
+    x: tl.tensor,
+    y: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    inside = (column < width) & (row < rows)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    offset = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    await_inputs(OVERLAP)
+    at = row * width + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        stored = (value + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=inside)
+        value = stored.to(tl.float32)
+    centred = tl.where(column < width, value - (tl.sum(value, 1) / width)[:, None], 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
+    tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
+
+
 def layer_norm_triton(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch(x, None, None, weight_D, bias_D, eps, out, None)
+    _launch_affine(None, x, None, weight_D, bias_D, eps, out, None)
     return out
 
 
 def add_layer_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, total = _empty(x), _empty(residual)
-    _launch(residual, x, None, weight_D, bias_D, eps, out, total)
+    _launch_affine(None, residual, x, weight_D, bias_D, eps, out, total)
     return out, total
 
 
@@ -170,6 +205,54 @@ def gated_add_modulated_layer_norm_triton(
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _launch_affine(
+    choice: Config | None,
+    x: Tensor,
+    y: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    out: Tensor,
+    total: Tensor | None,
+) -> None:
+    """Run the kernel by one choice, by default the measured one."""
+    x, width = x.contiguous(), x.shape[-1]
+    rows, block, overlap = x.numel() // width, block_of(width), overlaps(x)
+    choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
+    _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
+        x, x if y is None else y.contiguous(), out, out if total is None else total, weight_D, bias_D, rows, width, eps,
+        ADD=y is not None, ROWS=int(choice["rows"]), BLOCK=block, OVERLAP=overlap,
+        num_warps=int(choice["warps"]), launch_pdl=overlap,
+    )  # fmt: skip
+
+
+def _rule(width: int) -> Config:
+    return {"rows": 1, "warps": warps_of(block_of(width))}
+
+
+def _candidates(key: Key) -> list[Config]:
+    found: list[Config] = [_rule(key[1])]
+    return found + [
+        {"rows": rows, "warps": warps}
+        for rows in (1, 2, 4)
+        for warps in (2, 4, 8)
+        if found[0] != {"rows": rows, "warps": warps}
+    ]
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, width, _ = key
+    weights = torch.randn(2, width, device=device)
+    x = torch.randn(rows, width, device=device)
+    return x, torch.randn(rows, width, device=device).to(dtype), weights[0], weights[1]
+
+
+def _run(choice: Config | None, residual: Tensor, x: Tensor, weight_D: Tensor, bias_D: Tensor) -> tuple[Tensor, Tensor]:
+    out, total = _empty(x), _empty(residual)
+    _launch_affine(choice or _rule(x.shape[-1]), residual, x, weight_D, bias_D, 1e-6, out, total)
+    return out, total
 
 
 def _launch(
@@ -217,3 +300,4 @@ modulated_layer_norm = FusedOp(modulated_layer_norm_reference, modulated_layer_n
 gated_add = FusedOp(gated_add_reference, gated_add_triton)
 gated_add_layer_norm = FusedOp(gated_add_layer_norm_reference, gated_add_layer_norm_triton)
 gated_add_modulated_layer_norm = FusedOp(gated_add_modulated_layer_norm_reference, gated_add_modulated_layer_norm_triton)
+TUNABLES = (Tunable("affine_layer_norm", {"rows": (1, 2, 4, 8), "warps": (1, 2, 4, 8, 16)}, _candidates, _inputs, _run),)

@@ -9,6 +9,7 @@ K key/value heads, d head size, h = d / 2, S arena slots, P arena tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ except ImportError:
     TensorDescriptor = None
 
 
-def rotary_table(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_table_reference(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the tokens, each [B, T, h] in fp32 and dense."""
     cos, sin = rotary_angles(positions_BT, head_dim, theta)
     return cos.squeeze(2).contiguous(), sin.squeeze(2).contiguous()
@@ -56,6 +57,31 @@ def linear_rope_write_reference(
     k_arena_SPKd[slots_B, :tokens] = rotate(k, cos, sin).to(k_arena_SPKd.dtype)
     v_arena_SPKd[slots_B, :tokens] = v.to(v_arena_SPKd.dtype)
     return rotate(q, cos, sin)
+
+
+@jit
+def _rotary_table_kernel(
+    positions: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    log2_theta: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    angle = tl.load(positions + row).to(tl.float32) * tl.exp2(pair.to(tl.float32) * (-log2_theta / HALF))
+    tl.store(cos + row * HALF + pair, tl.cos(angle), mask=pair < HALF)
+    tl.store(sin + row * HALF + pair, tl.sin(angle), mask=pair < HALF)
+
+
+def rotary_table_triton(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    half = head_dim // 2
+    cos, sin = torch.empty(2, *positions_BT.shape, half, dtype=torch.float32, device=positions_BT.device)
+    _rotary_table_kernel[(positions_BT.numel(),)](
+        positions_BT.contiguous(), cos, sin, math.log2(theta), HALF=half, BLOCK=block_of(half), num_warps=4
+    )
+    return cos, sin
 
 
 @jit
@@ -269,5 +295,6 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ..
     return x, weight, *rotary_table(positions, head_dim, 1e4), arenas[0][:, 1], arenas[1][:, 1], slots, heads
 
 
+rotary_table = FusedOp(rotary_table_reference, rotary_table_triton)
 linear_rope_write = FusedOp(linear_rope_write_reference, linear_rope_write_triton, supports=_supports)
 TUNABLES = (Tunable("linear_rope_write", gemm.FIELDS, _candidates, _inputs, run),)

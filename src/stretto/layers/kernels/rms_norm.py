@@ -10,14 +10,20 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 
 
-def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True) -> Tensor:
-    """Normalise x [..., D] by its root mean square in fp32; the factor is 1 + w, or w without `unit_offset`."""
+def rms_norm_reference(
+    x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Normalise x [..., D] by its root mean square in fp32; the factor is 1 + w, or w without `unit_offset`.
+
+    The result is in `dtype`, x's own by default.
+    """
     x32 = x.float()
     w32 = weight_D.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (normed * (1.0 + w32 if unit_offset else w32)).to(x.dtype)
+    return (normed * (1.0 + w32 if unit_offset else w32)).to(dtype or x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -41,9 +47,12 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    await_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -51,16 +60,17 @@ def _rms_norm_kernel(
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if UNIT_OFFSET:
         factor += 1.0
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(out + at, (normed * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm_triton(x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True) -> Tensor:
+def rms_norm_triton(
+    x: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = True, dtype: torch.dtype | None = None
+) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     _launch(x, x, weight_D, out, out, eps, add=False, unit_offset=unit_offset)
     return out
 
@@ -76,10 +86,11 @@ def _launch(
     x: Tensor, residual: Tensor, weight_D: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, unit_offset: bool
 ) -> None:
     width = x.shape[-1]
-    block = block_of(width)
+    block, overlap = block_of(width), overlaps(x)
     _rms_norm_kernel[(x.numel() // width,)](
-        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block, num_warps=warps_of(block)
-    )
+        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block, OVERLAP=overlap,
+        num_warps=warps_of(block), launch_pdl=overlap,
+    )  # fmt: skip
 
 
 rms_norm = FusedOp(rms_norm_reference, rms_norm_triton)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config
 
 try:
@@ -67,7 +68,9 @@ def _tma_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK_M
     b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     page = b
@@ -120,14 +123,15 @@ def tma_attention(
     rows = tokens * heads // kv_heads
     head = block_of(head_dim)
     mask = q_BTHd if mask_BN is None else mask_BN.view(torch.uint8) if mask_BN.dtype == torch.bool else mask_BN
-    t = tiling
+    t, overlap = tiling, overlaps(q_BTHd)
     _tma_attention_kernel[(cdiv(rows, t.block_m), batch * kv_heads)](
         _tiles(_packed(q_BTHd, kv_heads), t.block_m, head), _tiles(k_SPKd.transpose(1, 2), t.block_n, head),
         _tiles(v_SPKd.transpose(1, 2), t.block_n, head), _tiles(_packed(out, kv_heads), t.block_m, head),
         q_BTHd if slots_B is None else slots_B, mask, mask.stride(0), keys,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         KV_HEADS=kv_heads, INDEXED=slots_B is not None, MASKED=mask_BN is not None, EVEN=keys % t.block_n == 0,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, num_warps=t.warps, num_stages=t.stages,
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, OVERLAP=overlap, num_warps=t.warps, num_stages=t.stages,
+        launch_pdl=overlap,
     )  # fmt: skip
     return out
 
