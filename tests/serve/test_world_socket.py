@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,3 +153,15 @@ def test_robots_are_told_that_this_port_makes_worlds(server: ServerThread) -> No
         with pytest.raises(Exception, match="world"):
             socket.recv(timeout=30)
         assert "/world" in (socket.close_reason or "")
+
+
+def test_the_server_counts_the_frames_it_sent(server: ServerThread, client: Client) -> None:
+    def sent() -> float:
+        with urllib.request.urlopen(f"{server.http_url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("stretto_world_frames_total"))
+
+    before, session = sent(), open_one(client)
+    spans = [client.answer(client.ask("read", session=session))["header"]["pixel_frames"] for _ in range(2)]
+    client.do("cancel", session=session)
+    assert sent() - before == sum(stop - start for start, stop in spans) > 0

@@ -59,6 +59,7 @@ def build_metadata(described: Mapping[str, object], *, max_message_bytes: int | 
         "version": __version__,
         "model": model,
         "mode": described.get("mode", "eager"),
+        "precision": described.get("precision", {"name": "dtype"}),
         "action_horizon": horizon,
         "action_dim": width,
         "max_message_bytes": max_message_bytes or default_max_message_bytes(observation),

@@ -90,6 +90,9 @@ class ServerMetrics:
         self._dropped = Counter(
             "dropped_requests", "Requests whose client left before the reply", namespace=PREFIX, registry=self.registry
         )
+        self._frames = Counter(
+            "world_frames", "Frames that viewers of worlds were sent", namespace=PREFIX, registry=self.registry
+        )
         if isinstance(service, OffersMetrics):
             self.registry.register(_ServiceNumbers(service))
 
@@ -133,6 +136,10 @@ class ServerMetrics:
             self._non_finite.inc()
         elif code == "deadline":
             self._misses.inc()
+
+    def showed(self, frames: int) -> None:
+        """Count frames that a viewer of a world was sent."""
+        self._frames.inc(frames)
 
     def dropped(self) -> None:
         self._dropped.inc()

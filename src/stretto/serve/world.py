@@ -155,6 +155,7 @@ class WorldGuest:
         try:
             chunk = await asyncio.wrap_future(session.read_soon())
             pixels = {"latents": chunk.latents} if chunk.frames is None else {"frames": np.ascontiguousarray(chunk.frames)}
+            self._server.metrics.showed(chunk.pixel_frames[1] - chunk.pixel_frames[0])
             await self._send({"type": "chunk", "session": session.id, "header": header_of(chunk), **pixels}, request)
         except WebSocketDisconnect:
             return
