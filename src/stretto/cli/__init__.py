@@ -18,6 +18,7 @@ VERBS = {
     "demo": "three simulated robots, one server, on this machine, now",
     "plan": "place streams on GPUs and say how many fit",
     "roofline": "say what limits a robot: the model, the network or the world",
+    "calibrate": "measure the scales that a policy needs to run in FP8",
     "inspect": "show what a checkpoint is and what a request must hold",
     "doctor": "check driver, torch, backends, rendering and ports",
 }

@@ -50,6 +50,8 @@ class Args:
     """A device, or for a world model several: cuda:0,cuda:1."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
+    precision: Literal["dtype", "fp8", "fp8-emulated"] = "dtype"
+    """Policies: as `stretto serve`; without a calibration beside the checkpoint, on scales of random inputs."""
     warmup: int = 20
     n: int = 100
     """Policies: timed runs."""
@@ -91,6 +93,7 @@ def _policy(args: Args) -> dict[str, Any]:
         device=args.device,
         dtype=args.dtype,
         mode=args.mode,
+        precision=args.precision,
         warmup=args.warmup,
         n=args.n,
     )
@@ -182,7 +185,7 @@ def _policy_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     stages = list(dict.fromkeys(s for row in rows for s in row["stages"]))
-    title = ", ".join(str(rows[0][k]) for k in ("model", "dtype", "mode"))
+    title = ", ".join(str(rows[0][k]) for k in ("model", "dtype", "precision", "mode"))
     names = ("batch", "tokens", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "memory")
     table = Table(*names, title=title, title_justify="left", box=None)
     for row in rows:

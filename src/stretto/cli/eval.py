@@ -97,6 +97,7 @@ def _evaluated(args: Args, settings: Any) -> Evaluation:
         details = {
             **provenance(policy.device),
             "dtype": str(policy.loaded.model.module.dtype).removeprefix("torch."),
+            "precision": policy.metadata["precision"],
             "mode": policy.engine.plan.mode,
         }
         return replace(result, details=details)

@@ -35,7 +35,7 @@ def run(args: Args) -> int:
     from rich.table import Table
 
     console = Console()
-    for title in ("checkpoint", "network", "processing"):
+    for title in ("checkpoint", "network", "processing", "fp8"):
         table = Table(title, "", box=None)
         for key, value in facts[title].items():
             table.add_row(key, str(value))

@@ -20,6 +20,13 @@ class PolicyFlags:
     """`cpu`, `cuda:N`, or auto."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
+    precision: Literal["dtype", "fp8", "fp8-emulated"] = "dtype"
+    """fp8 multiplies in e4m3: faster on GPUs that have it, and needs scales from `stretto calibrate`. fp8-emulated computes the
+    same numbers on any device, slowly."""
+    fp8_scales: Path | None = None
+    """With fp8: the calibration; fp8_scales.json beside the checkpoint by default."""
+    fp8_shadow: int = 0
+    """With fp8: run one request in so many a second time without it, and show the difference at /metrics."""
     plan: Literal["auto", "whole", "per_visit"] = "auto"
     """One segment for the lowest latency of one robot, or robots joining and leaving batches between denoise steps."""
     max_batch: int = 8
@@ -55,6 +62,9 @@ class PolicyFlags:
             device=self.device,
             dtype=self.dtype,
             mode=self.mode,
+            precision=self.precision,
+            fp8_scales=self.fp8_scales,
+            fp8_shadow=self.fp8_shadow,
             plan=self.plan,
             max_batch=self.max_batch,
             dispatch=self.dispatch,

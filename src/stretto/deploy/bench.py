@@ -14,9 +14,11 @@ from torch import Tensor
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Mode, whole
+from stretto.deploy.calibration import calibrate_at_random
 from stretto.deploy.checkpoint import find_checkpoint, read_network
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.models import build_preset
+from stretto.deploy.precision import FILE, Calibration, check_precision, use_fp8
 from stretto.deploy.provenance import provenance
 from stretto.layers.tuning import choices
 from stretto.models.pi0 import build
@@ -34,6 +36,7 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     mode: str = "auto"
+    precision: str = "dtype"
     warmup: int = 20
     n: int = 100
 
@@ -48,9 +51,19 @@ def bench_policy(options: BenchOptions) -> dict[str, Any]:
     device = resolve_device(options.device)
     mode = resolve_mode(options.mode, device)
     dtype = resolve_dtype(options.dtype, device)
+    check_precision(options.precision, device, dtype)
     model = _build(options, device, dtype)
+    calibrated = {} if options.precision == "dtype" else {"calibration": _use_fp8(model, options, device)}
     rows = [_row(model, options, batch, device, mode, dtype) for batch in options.batches]
-    return {**provenance(device), "rows": rows, "kernels": choices(device).report()}
+    return {**provenance(device), **calibrated, "rows": rows, "kernels": choices(device).report()}
+
+
+def _use_fp8(model: Any, options: BenchOptions, device: torch.device) -> dict[str, object]:
+    """Run in FP8 on the checkpoint's calibration if there is one; times do not depend on the scales."""
+    path = find_checkpoint(options.checkpoint) / FILE if options.checkpoint is not None else None
+    there = path is not None and path.is_file()
+    calibration = Calibration.read(path) if path is not None and there else calibrate_at_random(model, str(device))
+    return {"coded_bytes": use_fp8(model, calibration), **calibration.describe()}
 
 
 def _build(options: BenchOptions, device: torch.device, dtype: str) -> Any:
@@ -83,6 +96,7 @@ def _row(model: Any, options: BenchOptions, batch: int, device: torch.device, mo
         "model": options.model,
         "batch": batch,
         "dtype": dtype,
+        "precision": options.precision,
         "prefix_tokens": model.config.image_tokens + model.buckets[0].fit(prompt),
         "mode": mode,
         "gpu_ms_p50": round(gpu.p50, 4),

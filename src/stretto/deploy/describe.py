@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.deploy.checkpoint import open_checkpoint
+from stretto.deploy.precision import FILE, Calibration
 from stretto.models.pi0 import Pi0Model, build
 from stretto.processors.spec import ProcessorSpec
 from stretto.processors.stats import Degenerate
@@ -53,10 +54,18 @@ def describe(
             "tokenizer": str(processor.tokenizer.source),
             "dimensions held at a constant": list(spec.held),
         },
+        "fp8": _fp8(path),
         "statistics": _statistics(spec),
         "observation": processor.observation_schema(),
         "memory": [_memory(model, batch) for batch in BATCHES],
     }
+
+
+def _fp8(path: Path) -> dict[str, object]:
+    """Return what calibration lies beside the checkpoint; whether it is of these weights is checked when they are loaded."""
+    if not (path / FILE).is_file():
+        return {"calibration": "none; `stretto calibrate` makes one"}
+    return Calibration.read(path / FILE).describe()
 
 
 def _statistics(spec: ProcessorSpec) -> dict[str, dict[str, object]]:

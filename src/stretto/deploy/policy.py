@@ -23,7 +23,9 @@ from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
 from stretto.deploy.device import resolve_device, resolve_dtype
 from stretto.deploy.policy_options import PlanKind, PolicyOptions, plan_for
+from stretto.deploy.precision import set_precision
 from stretto.deploy.realtime import Realtime
+from stretto.deploy.shadow import Shadow
 from stretto.deploy.tickets import RobotState, Ticket
 from stretto.processors.policy import ModelInputs
 from stretto.runtime.engine import Engine
@@ -39,7 +41,11 @@ class Policy:
         self.loaded, self.options = loaded, options
         self.processor = loaded.processor
         self.device = resolve_device(options.device)
+        self._precision = set_precision(loaded, options, self.device)
         self.engine = Engine(loaded.model, plan_for(loaded.model.route, options, self.device))
+        self._shadow = (
+            Shadow(loaded.model, str(self.device), self.engine.plan.mode, options.fp8_shadow) if options.fp8_shadow else None
+        )
         trained = loaded.trained_delay or None
         self.realtime = Realtime(
             modes=loaded.model.rtc_modes,
@@ -67,6 +73,7 @@ class Policy:
             "action_dim": self.processor.action_dim,
             "observation": self.processor.observation_schema(),
             "mode": self.engine.plan.mode,
+            "precision": self._precision,
             "rt": self.realtime.describe(),
             "policy_metadata": {},
         }
@@ -82,6 +89,8 @@ class Policy:
     def warm(self) -> None:
         """Capture all graphs and start the engine. Blocks."""
         self.engine.warm()
+        if self._shadow is not None:
+            self._shadow.warm()
         if self.engine.costs:
             model = self.loaded.model
             self._gate.open(profile_of(model.name, model.route, self.engine.plan, self.engine.costs))
@@ -173,6 +182,7 @@ class Policy:
             "gpu_memory_bytes": memory,
             "session_state_bytes": self._remembered_bytes(),
             "weight_version": self.weight_version,
+            **(self._shadow.metrics() if self._shadow is not None else {}),
         }
 
     def _remembered_bytes(self) -> int:
@@ -184,6 +194,8 @@ class Policy:
         """Stop. Queued observations fail with StreamClosedError."""
         self._pool.shutdown(cancel_futures=True)
         self.engine.close()
+        if self._shadow is not None:
+            self._shadow.close()
 
     def _prepare(self, ticket: Ticket) -> None:
         if not ticket.reply.set_running_or_notify_cancel():
@@ -210,7 +222,7 @@ class Policy:
             rows = self._rows(inputs, ticket)
             lengths = {"prompt": inputs.token_count}
             chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s)
-        chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs))
+        chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs, rows))
 
     def _rows(self, inputs: ModelInputs, ticket: Ticket) -> dict[str, np.ndarray[Any, Any]]:
         config, options, stream = self.loaded.model.config, ticket.options, ticket.robot.stream
@@ -232,7 +244,9 @@ class Policy:
         )
         return {**rows, **guidance, "x": x}
 
-    def _finish(self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs) -> None:
+    def _finish(
+        self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs, rows: Mapping[str, np.ndarray[Any, Any]]
+    ) -> None:
         # The edge again, on the engine's thread.
         try:
             error = done.exception()
@@ -242,6 +256,8 @@ class Policy:
                 self._hand_in(ticket, inputs)
             else:
                 ticket.reply.set_result(self._reply(ticket, done.result(), inputs))
+                if self._shadow is not None:
+                    self._shadow.offer(rows, {"prompt": inputs.token_count}, done.result().outputs["x"])
         except Exception as failure:
             ticket.reply.set_exception(failure)
 
@@ -274,6 +290,16 @@ def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) ->
         ConfigError: if an option cannot be used.
     """
     options = options or PolicyOptions()
+    return Policy(load(checkpoint, options), options)
+
+
+def load(checkpoint: str | Path, options: PolicyOptions) -> Loaded:
+    """Load a checkpoint as the options ask, without an engine.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be used.
+        ConfigError: if an option cannot be used.
+    """
     device = resolve_device(options.device)
     opened = open_checkpoint(
         checkpoint,
@@ -284,5 +310,4 @@ def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) ->
         degenerate=options.degenerate,
         denoise_steps=options.denoise_steps,
     )
-    loaded = load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device), rtc=options.rtc)
-    return Policy(loaded, options)
+    return load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device), rtc=options.rtc)

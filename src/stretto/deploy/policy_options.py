@@ -29,6 +29,13 @@ class PolicyOptions:
     device: str = "auto"
     dtype: str = "auto"
     mode: str = "auto"
+    precision: str = "dtype"
+    """`dtype`, `fp8` (products in e4m3; needs a calibration and a GPU of compute capability 8.9 or more), or `fp8-emulated`
+    (the same numbers on any device, slowly)."""
+    fp8_scales: Path | None = None
+    """The calibration; None takes `fp8_scales.json` beside the checkpoint."""
+    fp8_shadow: int = 0
+    """With FP8, one request in so many runs a second time without it, and the difference is a metric; 0 is none."""
     plan: PlanKind = "auto"
     """`whole`: one segment, the lowest latency of one robot. `per_visit`: robots join and leave batches between denoise
     steps. `auto` is `whole` for a batch of one and `per_visit` above."""
