@@ -9,11 +9,13 @@ its floor. The table can be given to STRETTO_KERNEL_TABLE. `--small` tries the s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,18 @@ def shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted
     yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
     yield "affine_layer_norm", (patches, vision.width, 1), dtype
     yield "linear_rope_write", (rows, language.width, *heads), dtype
+    if batch < 8:
+        yield "dense", (patches, vision.mlp, vision.width, 1), dtype
+        yield "dense", (patches, vision.width, 3 * vision.width, 1), dtype
+        yield "dense", (patches, vision.width, vision.width, 1), dtype
+        yield "dense", (rows, language.heads * language.head_dim, language.width, 0), dtype
+        yield "dense", (rows, language.mlp, language.width, 0), dtype
 
 
 def floor_us(wanted: Wanted, device: torch.device) -> float | None:
     """Time the bare product of a fused one; inputs of such an op begin with x and the weight."""
     op, key, dtype = wanted
-    if not op.startswith("linear"):
+    if not op.startswith("linear_"):
         return None
     make = tunables()[op].inputs
     sets = [make(key, getattr(torch, dtype), device) for _ in range(4 if key[0] < 10_000 else 2)]
@@ -120,15 +128,16 @@ def main() -> int:
                 table.save(args.table)
             us = None if "left" in row else floor_us(wanted, device)
             report.add(row if us is None else row | {"floor_us": round(us, 2)})
-    for batch in batches:
-        for name, env in (("rule", {}), ("table", {"STRETTO_KERNEL_TABLE": str(args.table)})):
-            os.environ.pop("STRETTO_KERNEL_TABLE", None)
-            os.environ.update(env if args.table.is_file() else {})
-            choices.cache_clear()
-            if time.monotonic() - begin < args.seconds:
-                n = 30 if batch < 8 else 8
-                work = lambda batch=batch, n=n: stages(model, batch, prompt, device, n)  # noqa: E731
-                report.attempt({"case": "stages", "batch": batch, "prompt": prompt, "choices": name}, work)
+    table_env = {"STRETTO_KERNEL_TABLE": str(args.table)} if args.table.is_file() else {}
+    cases = [("rule", {}), ("table", table_env), ("table, launches apart", table_env | {"STRETTO_OVERLAP": "0"})]
+    for batch, (name, env) in itertools.product(batches, cases):
+        for variable in ("STRETTO_KERNEL_TABLE", "STRETTO_OVERLAP"):
+            os.environ.pop(variable, None)
+        os.environ.update(env)
+        choices.cache_clear()
+        if time.monotonic() - begin < args.seconds:
+            work = partial(stages, model, batch, prompt, device, 30 if batch < 8 else 8)
+            report.attempt({"case": "stages", "batch": batch, "prompt": prompt, "choices": name}, work)
     report.content["kernels"] = choices(device).report()
     report.add({"case": "end", "s": round(time.monotonic() - begin, 1)})
     return 0

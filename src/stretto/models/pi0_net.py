@@ -23,7 +23,7 @@ from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
-from stretto.layers.kernels.linear_activation import linear_geglu
+from stretto.layers.kernels.linear_activation import dense, linear_geglu
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -85,8 +85,7 @@ class GemmaBlock(nn.Module):
         return rope(self.qkv(x), positions_BT, **self.rotary)
 
     def mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(linear_geglu(x, self.gate_up.weight))
-        return out
+        return dense(linear_geglu(x, self.gate_up.weight), self.down.weight)
 
 
 class KeepKV(Protocol):
@@ -134,7 +133,7 @@ class Prefix(nn.Module):
         positions_BP = mask_BP.cumsum(-1) - 1
         blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
         table = rotary_table(positions_BP, blocks[0].dims.head_dim, blocks[0].theta)
-        x = rms_norm(residual, self.attention_norms[0], self.eps).to(text.dtype)
+        x = rms_norm(residual, self.attention_norms[0], self.eps, dtype=text.dtype)
         for i, block in enumerate(blocks):
             last = i == len(blocks) - 1
             if isinstance(keep, PrefixArena):
@@ -147,7 +146,7 @@ class Prefix(nn.Module):
                 attended = q if last else attention(q, k, v, key_mask_BN=mask_BP)
             if last:
                 break
-            x, residual = add_rms_norm(block.out(attended.flatten(2)), residual, self.mlp_norms[i], self.eps)
+            x, residual = add_rms_norm(dense(attended.flatten(2), block.out.weight), residual, self.mlp_norms[i], self.eps)
             x, residual = add_rms_norm(block.mlp(x), residual, self.attention_norms[i + 1], self.eps)
 
 
@@ -238,14 +237,14 @@ class Expert(nn.Module):
             first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
             read, heads = (stream.scaled_BRD, stream.squares_MP), (block.heads, block.dims.kv_heads, block.dims.kv_heads)
             qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
-            y = self._attend(i, prefix, *qkv.split(heads, dim=2))
+            y = self._attend(i, prefix, *qkv.split(heads, dim=2), counters)
             stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
             y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
             dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
             stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
         return close_stream(stream.scaled_BRD, stream.squares_MP, norms.lines(2 * len(blocks)), eps)
 
-    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor, counters: Tensor | None = None) -> Tensor:
         return prefix_attention(
             q,
             prefix.k_SNPKd[:, layer],
@@ -256,6 +255,7 @@ class Expert(nn.Module):
             k_suffix_BTKd=k,
             v_suffix_BTKd=v,
             suffix_lead=self.lead,
+            counters=counters,
         ).flatten(2)
 
     def _layers(self) -> list[GemmaBlock]:

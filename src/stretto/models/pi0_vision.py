@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stretto.layers.kernels.attention import attention
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
-from stretto.layers.kernels.linear_activation import linear_gelu
+from stretto.layers.kernels.linear_activation import dense, linear_gelu
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import Pi0Config
@@ -27,13 +27,12 @@ class VisionBlock(nn.Module):
         self.down = nn.Linear(mlp, width, dtype=dtype)
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        out: Tensor = self.out(attention(q, k, v).flatten(2))
-        return out
+        qkv = dense(x, self.qkv.weight, self.qkv.bias)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return dense(attention(q, k, v).flatten(2), self.out.weight, self.out.bias)
 
     def mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(linear_gelu(x, self.up.weight, self.up.bias))
-        return out
+        return dense(linear_gelu(x, self.up.weight, self.up.bias), self.down.weight, self.down.bias)
 
 
 class VisionTower(nn.Module):

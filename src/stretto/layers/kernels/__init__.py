@@ -11,7 +11,7 @@ from stretto.layers.kernels.layer_norm import (
     layer_norm,
     modulated_layer_norm,
 )
-from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_activation import dense, linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_rope import linear_rope_write
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -24,6 +24,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "dense",
     "gated_add",
     "gated_add_ada_rms_norm",
     "gated_add_layer_norm",

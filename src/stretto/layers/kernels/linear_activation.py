@@ -1,4 +1,4 @@
-"""A linear layer with the activation that follows it: one kernel, or a cuBLAS product and a pass over its result.
+"""A linear layer with the activation that follows it, if any: one kernel, or a cuBLAS product and a pass over its result.
 
 Which of them runs at a shape is a measured choice (`layers.tuning`). Without one it is cuBLAS, which has an epilogue for GELU
 and none for GeGLU. In an epilogue the activation sees sums before they are rounded to x's dtype.
@@ -40,6 +40,15 @@ def linear_gelu_reference(x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tenso
     return gelu_tanh_reference(linear(x, weight_FK, bias_F))
 
 
+def dense_reference(x: Tensor, weight_FK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias for x [..., K]; [..., F]."""
+    return linear(x, weight_FK, bias_F)
+
+
+def dense_triton(x: Tensor, weight_FK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    return run_dense(_choice("dense", x, weight_FK, weight_FK.shape[0], int(bias_F is not None)), x, weight_FK, bias_F)
+
+
 def linear_geglu_triton(x: Tensor, weight_2FK: Tensor) -> Tensor:
     return run_geglu(_choice("linear_geglu", x, weight_2FK, weight_2FK.shape[0] // 2), x, weight_2FK)
 
@@ -48,9 +57,16 @@ def linear_gelu_triton(x: Tensor, weight_FK: Tensor, bias_F: Tensor) -> Tensor:
     return run_gelu(_choice("linear_gelu", x, weight_FK, weight_FK.shape[0]), x, weight_FK, bias_F)
 
 
-def _choice(op: str, x: Tensor, weight: Tensor, hidden: int) -> Config | None:
-    key = (x.numel() // x.shape[-1], x.shape[-1], hidden)
+def _choice(op: str, x: Tensor, weight: Tensor, hidden: int, *more: int) -> Config | None:
+    key = (x.numel() // x.shape[-1], x.shape[-1], hidden, *more)
     return tuned(op, key, x.dtype, x.device) if gemm.takes(x, weight) else None
+
+
+def run_dense(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """Run one choice; None is the rule."""
+    if choice is None or choice["impl"] == "cublas":
+        return linear(x, weight_FK, bias_F)
+    return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice))
 
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -94,6 +110,15 @@ def _geglu_candidates(key: Key) -> list[Config]:
     return [*whole, *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8), (128, 64, 64, 3, 4)])]
 
 
+def _dense_candidates(key: Key) -> list[Config]:
+    return [{"impl": "cublas"}, *_tilings(key, (*GELU_BLOCKS, (64, 64, 64, 6, 4)))]
+
+
+def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    found = _gelu_inputs(key[:3], dtype, device)
+    return found if key[3] else found[:2]
+
+
 def _gelu_candidates(key: Key) -> list[Config]:
     return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, GELU_BLOCKS)]
 
@@ -116,7 +141,9 @@ def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Te
 
 linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
 linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
+dense = FusedOp(dense_reference, dense_triton)
 TUNABLES = (
+    Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),
     Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4, 8, 16, 32, 64)}, _geglu_candidates, _geglu_inputs, run_geglu),
     Tunable(
         "linear_gelu", {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "triton")}, _gelu_candidates, _gelu_inputs, run_gelu
