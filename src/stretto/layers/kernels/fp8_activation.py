@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_reference
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -75,7 +76,9 @@ def _kernel(
     GATED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -92,10 +95,10 @@ def _launch(x: Tensor, multiplier: Tensor, *, gelu: bool, gated: bool) -> Tensor
     x = x.contiguous()
     width = x.shape[-1] // (2 if gated else 1)
     out = torch.empty(*x.shape[:-1], width, dtype=E4M3, device=x.device)
-    block = min(block_of(width), MAX_BLOCK)
+    block, overlap = min(block_of(width), MAX_BLOCK), overlaps(x)
     _kernel[(out.numel() // width, cdiv(width, block))](
         x, out, multiplier, width, GELU=gelu, GATED=gated, CHANNELS=multiplier.numel() > 1, BLOCK=block,
-        num_warps=warps_of(block),
+        OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
     return out
 

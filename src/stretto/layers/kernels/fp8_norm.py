@@ -15,6 +15,7 @@ from stretto.layers.kernels.ada_rms_norm import Addressing, Modulation, ada_rms_
 from stretto.layers.kernels.fp8_activation import E4M3, on_fp8_chip, store_fp8, to_fp8_reference
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.layer_norm import layer_norm_reference
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.rms_norm import rms_norm_reference
 
 
@@ -91,7 +92,9 @@ def _kernel(
     SHIFTED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -167,14 +170,15 @@ def _launch(
     if isinstance(factor, Tensor):
         factor = Addressing(factor, 0, factor, False, False)
     gate_of = gate or factor
-    block = block_of(width)
+    block, overlap = block_of(width), overlaps(residual)
     _kernel[(residual.numel() // width,)](
         residual, residual if y is None else y.contiguous(), out, total, multiplier,
         gate_of.table, gate_of.stride, gate_of.rows, factor.table, factor.stride, factor.rows,
         factor.table if shift is None else shift, tokens, width, eps,
         ADD=y is not None, GATED=gate is not None, GATE_INDEXED=gate_of.indexed, GATE_PER_TOKEN=gate_of.per_token,
         NORM_INDEXED=factor.indexed, NORM_PER_TOKEN=factor.per_token, CENTRED=centred, UNIT_OFFSET=unit_offset,
-        SHIFTED=shift is not None, CHANNELS=multiplier.numel() > 1, BLOCK=block, num_warps=warps_of(block),
+        SHIFTED=shift is not None, CHANNELS=multiplier.numel() > 1, BLOCK=block, OVERLAP=overlap,
+        num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
     return out, total
 
