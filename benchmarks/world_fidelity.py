@@ -28,10 +28,9 @@ from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
 from stretto.deploy.world_plans import ahead_of, plan_of
-from stretto.deploy.world_trial import Entry, Script, comparison, idle_share, play, pooled, simulated
+from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, pooled, run, simulated
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
-from stretto.runtime.engine import Stream
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.columns import Columns, Rank
 from stretto.sched.pack import pack
@@ -44,8 +43,6 @@ STREAMS = 4
 LEAST_S = 1.5
 """Length of a span, at least."""
 SHOWN = ("model", "case", "worst_error", "graphs", "eager_chunks", "took_s", "skipped", "not_run", "error", "failed")
-NOISE = 0.01
-"""Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def memory_of(device: str) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory * 0.95) if device.startswith("cuda") else 0
 
 
-def run(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], float]) -> dict[str, Any]:
+def row_of(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], float]) -> dict[str, Any]:
     """Run one case; a case that cannot be run says why."""
     config, plan = bench.config, case.plan
     row: dict[str, Any] = {
@@ -159,34 +156,14 @@ def run(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], float])
     if short or left_s() < 1.6 * script.seconds + 4.0:
         return row | ({"skipped": short} if short else {"not_run": f"needs {1.6 * script.seconds + 4.0:.0f} s"})
     began_s = time.monotonic()
-    engine = bench.engine(plan)
-    try:
-        engine.warm()
-        spec = engine.model.conditions["context"]
-
-        def prepare(stream: Stream) -> None:
-            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
-
-        play(engine, script, bench.feed, bench.first_chunk, prepare, share=0.5)
-        captured = engine.captures
-        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
-        captures = engine.captures - captured
-    finally:
-        engine.close()
-    expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
-    rows = comparison(tracks, expected, script.spans)
-    failed = [t.failed for t in tracks if t.failed]
+    done = run(bench, plan, script, rehearse=0.5)
+    rows = comparison(done.measured, done.expected, script.spans)
     return row | {
         "rows": rows,
         "worst_error": max((abs(r["error"]) for r in rows), default=None),
-        "chunks_per_s": pooled(tracks, expected, script.spans),
-        "idle_share": dict(idle_share(tracks, script.seconds)),
-        "graphs": engine.captures,
-        "captured_while_measured": captures,
-        "eager_chunks": sum(t.eager for t in tracks),
-        "all_chunks": sum(len(t.out) for t in tracks),
+        "chunks_per_s": pooled(done.measured, done.expected, script.spans),
+        **done.account(),
         "took_s": round(time.monotonic() - began_s, 1),
-        **({"failed": failed} if failed else {}),
     }
 
 
@@ -244,7 +221,7 @@ def main() -> None:
             if args.only not in some.name:
                 continue
             try:
-                row = run(bench, some, args.chunks, lambda until_s=until_s: until_s - time.monotonic())
+                row = row_of(bench, some, args.chunks, lambda until_s=until_s: until_s - time.monotonic())
             except Exception as error:  # one case must not cost the others their figures
                 row = {"model": model, "case": some.name, "error": f"{type(error).__name__}: {error}"}
             result["cases"].append(row)

@@ -25,20 +25,15 @@ import torch
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
-from stretto.deploy.world_plans import ahead_of
-from stretto.deploy.world_trial import Entry, Script, Track, idle_share, play, simulated
+from stretto.deploy.world_trial import NOISE, Entry, Script, figures, run
 from stretto.deploy.worlds import TINY, config_of
-from stretto.runtime.engine import Stream
 from stretto.sched.cluster import ModelView, Placed, StreamSpec
 from stretto.sched.equal import equal_ranks
-from stretto.sched.outcome import quantile
 from stretto.sched.plans import by_block
 from stretto.sched.profile import Profile
 from stretto.sched.report import single_plans
-from stretto.sched.sim_state import Weather
 from stretto.sched.verify import to_plans
 
-NOISE = 0.01
 PARTS = ("seed-1gpu", "seed-2gpu", "convoy", "joint")
 RING_STREAMS, RING_FLYING, RING_QUANTUM = 4, 2, 5
 Left = Callable[[], float]
@@ -108,35 +103,7 @@ def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Tr
         yield Trial(name, plan, list(plan.classes), 5 * interval_s, 16 * interval_s, interval_s)
 
 
-def figures(tracks: Sequence[Track], trial: Trial) -> dict[str, Any]:
-    """Return rate, intervals and latencies of a run, measured or simulated, after it has settled."""
-    span = (trial.settle_s, trial.seconds)
-    late = [done - due for t in tracks for due, done in t.out if done >= trial.settle_s]
-    ends = sorted(done for t in tracks for _, done in t.out if done >= trial.settle_s)
-    rate = (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else math.nan
-    out: dict[str, Any] = {
-        "chunks_per_s": rounded(rate, 4),
-        "interval_ms": [rounded(t.interval_s(span) * 1e3) for t in tracks],
-        "response_ms_p50": rounded(quantile(late, 0.5) * 1e3),
-        "response_ms_p99": rounded(quantile(late, 0.99) * 1e3),
-    }
-    if trial.interval_s:
-        out["late_streams"] = sum(behind(t, trial) for t in tracks)
-    return out
-
-
-def behind(track: Track, trial: Trial) -> bool:
-    """Tell whether a player with one chunk in hand, from the first one after settling on, would have run dry."""
-    out = [done for _, done in track.out if done >= trial.settle_s]
-    late = max((done - out[0] - i * trial.interval_s for i, done in enumerate(out)), default=math.inf)
-    return late > trial.interval_s or trial.seconds - out[-1] > 2.0 * trial.interval_s
-
-
-def rounded(value: float, digits: int = 2) -> float | None:
-    return round(value, digits) if math.isfinite(value) else None
-
-
-def run(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, Any]:
+def row_of(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, Any]:
     mode = bench.case.mode
     plan = replace(trial.plan, mode=mode, shapes={"batch": tuple(range(1, 1 + max(trial.plan.batch_caps.values())))})
     trial = replace(trial, plan=plan)
@@ -148,38 +115,23 @@ def run(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, A
         "in_flight": max(plan.credit(c) for c in trial.classes),
     }  # fmt: skip
     if trial.interval_s:
-        row["promised_interval_ms"] = rounded(trial.interval_s * 1e3)
+        row["promised_interval_ms"] = round(trial.interval_s * 1e3, 2)
     script, needs_s = trial.script, 1.4 * trial.seconds + 4.0
     if short := bench.short_of_memory(plan):
         return row | {"skipped": short}
     if left_s() < needs_s:
         return row | {"not_run": f"needs {needs_s:.0f} s"}
-    engine = bench.engine(plan)
-    try:
-        engine.warm()
-        spec = engine.model.conditions["context"]
-
-        def prepare(stream: Stream) -> None:
-            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
-
-        play(engine, script, bench.feed, bench.first_chunk, prepare, share=0.4)
-        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
-    finally:
-        engine.close()
-    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
-    said = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
-    measured, expected = figures(tracks, trial), figures(said, trial)
+    done = run(bench, plan, script, rehearse=0.4)
+    (span,) = script.spans
+    measured, expected = (figures(tracks, span, trial.interval_s) for tracks in (done.measured, done.expected))
     a, b = measured["chunks_per_s"], expected["chunks_per_s"]
     frames = config.frames_per_chunk * config.time_stride
     return row | {
         **measured,
-        "frames_per_s": rounded((a or math.nan) * frames),
+        "frames_per_s": round((a or math.nan) * frames, 2),
         "simulated": expected,
-        "rate_error": rounded(b / a - 1.0, 4) if a and b else None,
-        "idle_share": dict(idle_share(tracks, trial.seconds)),
-        "graphs": engine.captures,
-        "eager_chunks": sum(t.eager for t in tracks),
-        "failed": [t.failed for t in tracks if t.failed],
+        "rate_error": round(b / a - 1.0, 4) if a and b else None,
+        **done.account(),
     }
 
 
@@ -253,7 +205,7 @@ def main() -> None:
             result["profiles"].append(json.loads(bench.profile.to_json()))
             for trial in trials(part, bench, devices, args):
                 try:
-                    keep(run(bench, part, trial, left_s))
+                    keep(row_of(bench, part, trial, left_s))
                 except Exception as error:  # one row must not cost the others their figures
                     keep({"part": part, "case": trial.name, "error": f"{type(error).__name__}: {error}"})
         except Exception as error:

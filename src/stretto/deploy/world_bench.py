@@ -25,7 +25,7 @@ from stretto.models.wan_config import WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
 from stretto.runtime.fleet import Workers
-from stretto.runtime.layout import state_slots
+from stretto.runtime.layout import Streams, state_slots
 from stretto.runtime.profiler import Times, hop_ms
 
 ACTION_HORIZON = 32  # of the action chunks that frames are converted to
@@ -118,7 +118,7 @@ class WorldBench:
         }
         everything = self.case.workers == "threads"
         stages = [s for s in self.profile.order if everything or s in used]
-        slots = state_slots(describes, plan, device, self.case.streams)
+        slots = state_slots(describes, plan, device, self.held(plan))
         state = 0
         for stage in used:
             key = next((k for v in describes.route.visits if v.stage == stage and (k := describes.state_key(v))), None)
@@ -160,6 +160,10 @@ class WorldBench:
         memory = {n: self.memory(plan, n) | ({"peak_bytes": peaks[n]} if n in peaks else {}) for n in used}
         return self.figures(plan, measured) | {"memory": memory, "graphs": measured.captures}
 
+    def held(self, plan: Plan) -> Streams:
+        """Return the streams that an engine holds: one of each class where a plan has several."""
+        return dict.fromkeys(plan.classes, 1) if len(plan.classes) > 1 else self.case.streams
+
     def slots(self, plan: Plan) -> int:
         """Return the chunks that a device can hold at a time."""
         batches = 2 * max(plan.batch_cap(d.name) for d in plan.devices) * self.case.streams + plan.in_flight
@@ -171,10 +175,10 @@ class WorldBench:
         if self.case.workers == "processes":
             self._model = None
             _free()
-            return Engine(self.describes, plan, slots=slots, streams=self.case.streams, workers=Workers(self.world))
+            return Engine(self.describes, plan, slots=slots, streams=self.held(plan), workers=Workers(self.world))
         if self._model is None:
             self._model = self.world.on(self.case.devices)
-        return Engine(self._model, plan, slots=slots, streams=self.case.streams)
+        return Engine(self._model, plan, slots=slots, streams=self.held(plan))
 
     def feed(self, stream: int, chunk: int) -> Inputs:
         """Return the inputs of a chunk: noise, and where it is."""

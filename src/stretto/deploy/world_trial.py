@@ -8,21 +8,28 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import CapacityError, StrettoError
 from stretto.core.plan import Plan
 from stretto.deploy.drive import Feed
+from stretto.deploy.world_bench import WorldBench
+from stretto.deploy.world_plans import ahead_of
 from stretto.runtime.engine import Engine, Stream
+from stretto.sched.outcome import quantile
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
 Span = tuple[float, float]
+NOISE = 0.01
+"""Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +216,79 @@ def pooled(measured: Sequence[Track], expected: Sequence[Track], spans: Sequence
     return rows
 
 
-def idle_share(tracks: Sequence[Track], seconds: float) -> Mapping[str, float]:
-    """Return the share of a script's time in which each device did nothing."""
-    busy: dict[str, float] = {}
-    for track in tracks:
-        for device, ms in track.busy_ms.items():
-            busy[device] = busy.get(device, 0.0) + ms
-    return {device: round(max(0.0, 1.0 - ms / 1e3 / seconds), 4) for device, ms in busy.items()}
+@dataclass(frozen=True)
+class Run:
+    """A script as it went on the engine, and as the simulator expects it."""
+
+    script: Script
+    measured: Sequence[Track]
+    expected: Sequence[Track]
+    graphs: int
+    captured: int
+    """Graphs that were captured while it was measured."""
+
+    def account(self) -> dict[str, Any]:
+        """Return what must be known beside the figures: idle time, graphs, failures."""
+        busy: dict[str, float] = {}
+        for track in self.measured:
+            for device, ms in track.busy_ms.items():
+                busy[device] = busy.get(device, 0.0) + ms
+        out: dict[str, Any] = {
+            "idle_share": {d: round(max(0.0, 1.0 - ms / 1e3 / self.script.seconds), 4) for d, ms in busy.items()},
+            "graphs": self.graphs,
+            "captured_while_measured": self.captured,
+            "eager_chunks": sum(t.eager for t in self.measured),
+            "all_chunks": sum(len(t.out) for t in self.measured),
+        }
+        failed = [t.failed for t in self.measured if t.failed]
+        return out | ({"failed": failed} if failed else {})
+
+
+def run(bench: WorldBench, plan: Plan, script: Script, *, rehearse: float) -> Run:
+    """Run a script on a new engine, after a rehearsal of this share of it that captures its graphs, and simulate it.
+
+    Raises:
+        StrettoError: if the engine cannot start.
+    """
+    engine = bench.engine(plan)
+    try:
+        engine.warm()
+        spec = engine.model.conditions["context"]
+
+        def prepare(stream: Stream) -> None:
+            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
+
+        play(engine, script, bench.feed, bench.first_chunk, prepare, share=rehearse)
+        before = engine.captures
+        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
+        graphs = engine.captures
+    finally:
+        engine.close()
+    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
+    expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
+    return Run(script, tracks, expected, graphs, graphs - before)
+
+
+def figures(tracks: Sequence[Track], span: Span, interval_s: float = 0.0) -> dict[str, Any]:
+    """Return rate, intervals and latencies within a span, and how many streams fell behind a promised interval."""
+    late = [done - due for t in tracks for due, done in t.out if span[0] <= done <= span[1]]
+    ends = sorted(done for t in tracks for _, done in t.out if span[0] <= done <= span[1])
+    rate = (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else math.nan
+    out: dict[str, Any] = {
+        "chunks_per_s": _rounded(rate, 4),
+        "interval_ms": [_rounded(t.interval_s(span) * 1e3) for t in tracks],
+        "response_ms_p50": _rounded(quantile(late, 0.5) * 1e3),
+        "response_ms_p99": _rounded(quantile(late, 0.99) * 1e3),
+    }
+    return out | ({"late_streams": sum(_behind(t, span, interval_s) for t in tracks)} if interval_s else {})
+
+
+def _behind(track: Track, span: Span, interval_s: float) -> bool:
+    """Tell whether a player with one chunk in hand, from the first one of the span on, would have run dry."""
+    out = [done for _, done in track.out if span[0] <= done <= span[1]]
+    late = max((done - out[0] - i * interval_s for i, done in enumerate(out)), default=math.inf)
+    return late > interval_s or span[1] - out[-1] > 2.0 * interval_s
+
+
+def _rounded(value: float, digits: int = 2) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None

@@ -27,7 +27,7 @@ from stretto.parallel.local import LocalLink
 from stretto.runtime.executor import Executor
 from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
-from stretto.runtime.layout import slots_per_stream, state_slots
+from stretto.runtime.layout import Streams, slots_per_stream, state_slots
 from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.pending import Answer, Pending
 from stretto.runtime.seat import Seat
@@ -47,7 +47,7 @@ class Engine:
         plan: Plan,
         *,
         slots: int | None = None,
-        streams: int = 64,
+        streams: Streams = 64,
         routes: Mapping[str, Route] | None = None,
         workers: Workers | None = None,
         callers_launch: bool | None = None,
@@ -55,7 +55,8 @@ class Engine:
         """Make an engine.
 
         Args:
-            slots: chunks that a device holds at a time. `streams`: streams that it holds state for.
+            slots: chunks that a device holds at a time. `streams`: streams that it holds state for,
+                so many of any class of the plan or so many of each.
             routes: other routes of the model by name, beside its main one.
             workers: run each device in a process of its own. `model` then needs no weights: it describes.
             callers_launch: whether `submit` may launch on an idle device of this process itself. None: where a launch is a
@@ -86,7 +87,7 @@ class Engine:
             self.executors = self._executors(slots, streams, callers_launch)
         self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
 
-    def _executors(self, slots: int, streams: int, callers_launch: bool | None) -> dict[str, Executor]:
+    def _executors(self, slots: int, streams: Streams, callers_launch: bool | None) -> dict[str, Executor]:
         executors: dict[str, Executor] = {}
         outputs = {name: route.outputs for name, route in self.ways.routes.items()}
         courier = Courier(outputs, self._links, self._finisher)

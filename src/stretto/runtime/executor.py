@@ -30,7 +30,7 @@ from stretto.runtime.desk import Batch, Desk, Fail
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
 from stretto.runtime.launcher import Depart, Launcher
-from stretto.runtime.layout import arenas_for
+from stretto.runtime.layout import Streams, arenas_for
 from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.staging import Staging
 from stretto.runtime.ways import Ways, ways_of
@@ -51,7 +51,7 @@ class Executor:
         device_name: str,
         *,
         slots: int,
-        streams: int = 1,
+        streams: Streams = 1,
         depart: Depart,
         fail: Fail,
         died: Callable[[str, str], None] | None = None,

@@ -25,7 +25,7 @@ from stretto.parallel.dist import open_store
 from stretto.parallel.order import Mark
 from stretto.parallel.peer import GONE, PeerInbox
 from stretto.parallel.probe import shared_by
-from stretto.runtime.layout import inputs_on
+from stretto.runtime.layout import Streams, inputs_on
 from stretto.runtime.passage import Passage
 from stretto.runtime.remote import RemoteSeat
 from stretto.runtime.ways import Ways
@@ -99,7 +99,7 @@ class Fleet:
         workers: Workers,
         *,
         slots: int,
-        streams: int,
+        streams: Streams,
         passed: Heard,
         failed: Failed,
         died: Died,

@@ -13,6 +13,9 @@ from stretto.runtime.arena import Arenas, InputLayout
 from stretto.runtime.residents import state_keys
 from stretto.runtime.ways import Ways, ways_of
 
+Streams = int | Mapping[str, int]
+"""Streams that a plan holds at a time: so many of any class, or so many of each class."""
+
 
 def placed_on(plan: Plan, device: str) -> list[Placement]:
     return [p for placements in plan.classes.values() for p in placements if p.device == device]
@@ -55,12 +58,15 @@ def slots_per_stream(model: Model, placements: tuple[Placement, ...], device: st
     return counts
 
 
-def state_slots(model: Model, plan: Plan, device: str, streams: int) -> Mapping[str, int]:
-    """Return the slots of each pool for this many streams of the plan's most demanding class."""
+def state_slots(model: Model, plan: Plan, device: str, streams: Streams) -> Mapping[str, int]:
+    """Return the slots of each pool on a device; where any class may come, for the most demanding one."""
     counts: dict[str, int] = {}
-    for placements in plan.classes.values():
+    for name, placements in plan.classes.items():
         for pool, n in slots_per_stream(model, placements, device).items():
-            counts[pool] = max(counts.get(pool, 0), n * streams)
+            if isinstance(streams, int):
+                counts[pool] = max(counts.get(pool, 0), n * streams)
+            else:
+                counts[pool] = counts.get(pool, 0) + n * streams.get(name, 0)
     return counts
 
 
@@ -71,9 +77,9 @@ def inputs_on(model: Model, ways: Ways, device: str) -> InputLayout:
 
 
 def arenas_for(
-    model: Model, plan: Plan, name: str, device: torch.device, *, slots: int, streams: int, ways: Ways | None = None
+    model: Model, plan: Plan, name: str, device: torch.device, *, slots: int, streams: Streams, ways: Ways | None = None
 ) -> Arenas:
-    """Allocate a device's share of a plan: `slots` chunks at a time, state for `streams` streams."""
+    """Allocate a device's share of a plan: `slots` chunks at a time, and state for `streams`."""
     ways = ways or ways_of(model, plan)
     inputs = inputs_on(model, ways, name).specs
     values = {n: model.values[n] for n in sorted(values_on(ways, name)) if n not in inputs}

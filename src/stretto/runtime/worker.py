@@ -32,6 +32,7 @@ from stretto.parallel.peer import GONE, PeerInbox, PeerOutbox
 from stretto.runtime.arena import torch_dtype
 from stretto.runtime.executor import Executor
 from stretto.runtime.flow import Flow, flow_of
+from stretto.runtime.layout import Streams
 from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.ways import Ways
 
@@ -60,7 +61,7 @@ class Task:
     plan: Plan
     ways: Ways
     slots: int
-    streams: int
+    streams: Streams
     pages: int
     carriage: Carriage
     store_port: int
