@@ -8,8 +8,8 @@ rings. Values are local, as between the visits of one segment. A case that fails
 case begins after `--budget-seconds`.
 
 The GPU's power limit slows it down under steady load, so beside the median of many runs stands `first_ms`, that of the first
-few after a rest. `host_ms` is what the host needs to issue one run; eager runs cannot be faster. With `--profile` the kernels
-of one run are listed, with their times.
+few after a rest. `host_ms` is what the host needs to issue one run; eager runs cannot be faster. The kernels of one run
+are listed with their times.
 
 Beside every time stand its floor, max(FLOP at 790 TFLOP/s, bytes at 4.3 TB/s), which is what dense bf16 products and
 copies reach on an H200, and for blocks what is realistic: products at 680 and attention at 550 TFLOP/s.
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SPECS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--frames", nargs="*", type=int, default=[1, 3])
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--budget-seconds", type=float, default=300.0)
     parser.add_argument("--no-decode", action="store_true")
@@ -355,7 +355,7 @@ def main() -> None:
     with torch.inference_mode():
         for frames, config in itertools.product(args.frames, configs):
             sized = replace(config, frames_per_chunk=frames, window_frames=WINDOW)
-            keep(stages_of(sized, device, args.rows, args.repeats, args.profile), f"{config.name}, chunk {frames}")
+            keep(stages_of(sized, device, args.rows, args.repeats, not args.no_profile), f"{config.name}, chunk {frames}")
         for config in configs if not args.no_decode else []:
             keep(decoders_of(config, device, args.repeats, args.small), f"{config.name}, decoders")
     save()
