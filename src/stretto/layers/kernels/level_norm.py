@@ -1,6 +1,7 @@
 """LayerNorms and gated additions whose modulation is a line of a table, at the noise level of the token's frame.
 
-The level is read inside the kernel, so nothing gathers lines of the table beforehand.
+The level is read inside the kernel, so nothing gathers lines of the table beforehand. What a norm writes goes to a product:
+in its dtype, or coded for one in FP8 (`row_codes`).
 
 Shape legend: B rows, F frames, N = F T tokens, D width, L noise levels, M lines a level (scales, shifts, gates).
 """
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.fp8_activation import on_fp8_chip
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.layer_norm import (
     gated_add_layer_norm_reference,
@@ -18,6 +20,7 @@ from stretto.layers.kernels.layer_norm import (
     gated_add_reference,
     modulated_layer_norm_reference,
 )
+from stretto.layers.kernels.row_codes import code_rows_reference, coded_like, store_coded
 
 
 def level_layer_norm_reference(
@@ -56,11 +59,45 @@ def level_gated_add_layer_norm_reference(
     return gated_add_layer_norm_reference(x_BND, y_BND, table_LMD[levels_BF][:, :, gate], weight_D, bias_D, eps)
 
 
+def level_layer_norm_coded_reference(
+    x_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor]:
+    """Return `level_layer_norm` as (codes, scales)."""
+    return code_rows_reference(level_layer_norm_reference(x_BND.float(), table_LMD, levels_BF, eps, shift=shift, scale=scale))
+
+
+def add_level_layer_norm_coded_reference(
+    x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `add_level_layer_norm` as (codes, scales, sum)."""
+    normed, total = add_level_layer_norm_reference(x_BND, y_BND.float(), table_LMD, levels_BF, eps, shift=shift, scale=scale)
+    return *code_rows_reference(normed), total
+
+
+def level_gated_add_layer_norm_coded_reference(
+    x_BND: Tensor,
+    y_BND: Tensor,
+    table_LMD: Tensor,
+    levels_BF: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    gate: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `level_gated_add_layer_norm` as (codes, scales, sum)."""
+    normed, total = level_gated_add_layer_norm_reference(
+        x_BND, y_BND.float(), table_LMD, levels_BF, weight_D, bias_D, eps, gate=gate
+    )
+    return *code_rows_reference(normed), total
+
+
 @jit
 def _level_kernel(
     x: tl.tensor,
     y: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     total: tl.tensor,
     table: tl.tensor,
     levels: tl.tensor,
@@ -75,6 +112,7 @@ def _level_kernel(
     SCALE: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    CODED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Work on one token. A line below 0 is not used; NORM without SCALE takes affine weights."""
@@ -100,7 +138,11 @@ def _level_kernel(
             offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
-        tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
+        normed = normed * factor + offset
+        if CODED:
+            store_coded(out + at, scales + row, normed, inside)
+        else:
+            tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def level_layer_norm_triton(
@@ -141,6 +183,38 @@ def level_gated_add_layer_norm_triton(
     return out, total
 
 
+def level_layer_norm_coded_triton(
+    x_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor]:
+    codes, scales = coded_like(x_BND)
+    _launch(x_BND, None, codes, None, table_LMD, levels_BF, None, eps, shift=shift, scale=scale, scales=scales)
+    return codes, scales
+
+
+def add_level_layer_norm_coded_triton(
+    x_BND: Tensor, y_BND: Tensor, table_LMD: Tensor, levels_BF: Tensor, eps: float, *, shift: int, scale: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    (codes, scales), total = coded_like(x_BND), _empty(x_BND)
+    _launch(x_BND, y_BND, codes, total, table_LMD, levels_BF, None, eps, shift=shift, scale=scale, scales=scales)
+    return codes, scales, total
+
+
+def level_gated_add_layer_norm_coded_triton(
+    x_BND: Tensor,
+    y_BND: Tensor,
+    table_LMD: Tensor,
+    levels_BF: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    gate: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (codes, scales), total = coded_like(x_BND), _empty(x_BND)
+    _launch(x_BND, y_BND, codes, total, table_LMD, levels_BF, (weight_D, bias_D), eps, gate=gate, scales=scales)
+    return codes, scales, total
+
+
 def _launch(
     x: Tensor,
     y: Tensor | None,
@@ -154,6 +228,7 @@ def _launch(
     gate: int = -1,
     shift: int = -1,
     scale: int = -1,
+    scales: Tensor | None = None,
     warps: int | None = None,
 ) -> None:
     x, y = x.contiguous(), None if y is None else y.contiguous()
@@ -161,10 +236,10 @@ def _launch(
     weight, bias = affine or (table, table)
     block = block_of(width)
     _level_kernel[(batch * tokens,)](
-        x, x if y is None else y, x if out is None else out, x if total is None else total,
+        x, x if y is None else y, x if out is None else out, table if scales is None else scales, x if total is None else total,
         table.contiguous(), levels_BF.contiguous(), weight, bias, tokens // levels_BF.shape[1], eps,
         WIDTH=width, LINES=table.shape[1], GATE=gate, SHIFT=shift, SCALE=scale,
-        ADD=y is not None, NORM=out is not None, BLOCK=block, num_warps=warps or warps_of(block),
+        ADD=y is not None, NORM=out is not None, CODED=scales is not None, BLOCK=block, num_warps=warps or warps_of(block),
     )  # fmt: skip
 
 
@@ -176,3 +251,8 @@ level_layer_norm = FusedOp(level_layer_norm_reference, level_layer_norm_triton)
 add_level_layer_norm = FusedOp(add_level_layer_norm_reference, add_level_layer_norm_triton)
 level_gated_add = FusedOp(level_gated_add_reference, level_gated_add_triton)
 level_gated_add_layer_norm = FusedOp(level_gated_add_layer_norm_reference, level_gated_add_layer_norm_triton)
+level_layer_norm_coded = FusedOp(level_layer_norm_coded_reference, level_layer_norm_coded_triton, on_fp8_chip)
+add_level_layer_norm_coded = FusedOp(add_level_layer_norm_coded_reference, add_level_layer_norm_coded_triton, on_fp8_chip)
+level_gated_add_layer_norm_coded = FusedOp(
+    level_gated_add_layer_norm_coded_reference, level_gated_add_layer_norm_coded_triton, on_fp8_chip
+)
