@@ -7,6 +7,8 @@ Shape legend: B rows, T query tokens, N keys, H query heads, K key/value heads, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import tma_attention as tma
-from stretto.layers.kernels.split_attention import Keys, fits, split_attention
+from stretto.layers.kernels.language import cdiv
+from stretto.layers.kernels.split_attention import FIELDS, Keys, Tiling, choose_tiling, fits, split_attention
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 RULE = {False: "sdpa", True: "split"}
@@ -46,12 +49,13 @@ def prefix_attention_reference(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """Attend to the row's slot of a KV arena, then to fresh suffix keys. Returns [B, T, H, d].
 
     Arena keys count when their mask (bool or uint8) is set and their index is below `length_B` (int32 or int64).
     With `suffix_lead` n > 0 the first n suffix tokens see, of the suffix, only themselves; the others see all of it.
-    A row without any valid key gives zeros. Nothing is read back to the host.
+    A row without any valid key gives zeros. Nothing is read back to the host. `counters` as in `split_attention`.
     """
     k, v = k_arena_SPKd[slots_B], v_arena_SPKd[slots_B]
     (batch, prefix), tokens = k.shape[:2], q_BTHd.shape[1]
@@ -150,12 +154,19 @@ def prefix_attention_triton(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     if k_suffix_BTKd is None and length_B is None and key_mask_BP is not None:
         choice = _choice("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
         return run_prefix_attention(choice, q_BTHd, k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, scale)
     keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
-    return split_attention(q_BTHd, keys, scale)
+    if k_suffix_BTKd is None:
+        return split_attention(q_BTHd, keys, scale, None, counters)
+    key = (*q_BTHd.shape, k_arena_SPKd.shape[2], k_arena_SPKd.shape[1], k_suffix_BTKd.shape[1])
+    cut = _split_cut(tuned("suffix_attention", key, q_BTHd.dtype, q_BTHd.device))
+    if cut is not None and cut.described and not _describable(k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd):
+        cut = None
+    return split_attention(q_BTHd, keys, scale, cut, counters)
 
 
 def run_prefix_attention(
@@ -182,6 +193,45 @@ def _fresh_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: 
 def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, **named: object) -> bool:
     suffix = [x for x in (named.get("k_suffix_BTKd"), named.get("v_suffix_BTKd")) if isinstance(x, Tensor)]
     return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, *suffix)
+
+
+def _split_cut(found: Config | None) -> Tiling | None:
+    return None if found is None else Tiling(**{name: int(v) for name, v in found.items()})
+
+
+def _describable(*tensors: Tensor | None) -> bool:
+    """Tell whether tiles may come by descriptor: steps and starts are multiples of 16 bytes."""
+    given = [x for x in tensors if x is not None]
+    return all(x.storage_offset() % 8 == 0 and all(n % 8 == 0 for n in x.stride()[:-1]) for x in given)
+
+
+def _suffix_candidates(key: Key) -> list[Config]:
+    batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
+    rows, groups = tokens * heads // kv_heads, batch * kv_heads
+    few = [(64, 64, 17, 8, 2), (64, 64, 9, 8, 3), (64, 64, 9, 8, 2), (64, 64, 6, 8, 3), (64, 32, 11, 8, 4), (64, 64, 9, 4, 2)]
+    few += [(16, 64, 5, 4, 3, 1), (16, 64, 9, 4, 2, 1), (32, 64, 9, 4, 2, 1), (32, 64, 6, 4, 3, 1), (64, 64, 6, 8, 3, 1)]
+    some = [(64, 64, 5, 8, 3), (64, 64, 3, 8, 3), (64, 64, 2, 8, 3), (128, 32, 4, 8, 3), (128, 32, 3, 8, 4)]
+    some += [(128, 32, 2, 8, 3), (64, 32, 3, 4, 2), (64, 32, 4, 4, 2), (128, 32, 4, 8, 3, 0, 1), (128, 32, 3, 8, 3, 0, 1)]
+    many = [(128, 32, 1, 8, 3), (128, 32, 1, 8, 4), (128, 64, 1, 8, 2), (64, 32, 1, 4, 2), (64, 64, 1, 8, 3)]
+    many += [(128, 32, 1, 8, 3, 0, 1), (128, 32, 1, 8, 4, 0, 1), (128, 64, 1, 8, 2, 0, 1), (64, 32, 1, 4, 2, 0, 1)]
+    many += [(64, 64, 1, 4, 2, 0, 1)]
+    own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
+    tilings = [Tiling(*cut) for cut in (few if groups < 2 else some if groups < 16 else many)]
+    return [t._asdict() for t in dict.fromkeys([own, *tilings])]
+
+
+def _suffix_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
+    q, k, v, slots, mask = _arena_inputs((batch, tokens, arena, heads, kv_heads, head_dim, 1), dtype, device)
+    fresh = torch.randn(batch, suffix, 2 * kv_heads, head_dim, dtype=dtype, device=device).split(kv_heads, dim=2)
+    length = torch.full((batch,), arena, dtype=torch.int32, device=device)
+    counters = torch.zeros(cdiv(tokens * heads, 16) * batch, dtype=torch.int32, device=device)
+    return q, k, v, slots, mask, length, *fresh, counters
+
+
+def _run_suffix(choice: Config | None, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *rest: Tensor) -> Tensor:
+    *named, counters = rest
+    return split_attention(q, Keys(k, v, slots, *named), None, _split_cut(choice), counters)
 
 
 def _tilings(head_dim: int) -> list[Config]:
@@ -217,4 +267,5 @@ _FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma"), **tma.FIELDS}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
     Tunable("prefix_attention", _FIELDS, _candidates, _arena_inputs, run_prefix_attention),
+    Tunable("suffix_attention", FIELDS, _suffix_candidates, _suffix_inputs, _run_suffix),
 )

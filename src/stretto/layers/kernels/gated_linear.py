@@ -8,7 +8,7 @@ Shape legend: as in stream.py; I input width, S splits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.language import cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
-from stretto.layers.kernels.stream import Stream, carries_shift, line_at, stream_of
-from stretto.layers.tuning import Config, tuned
+from stretto.layers.kernels.stream import Stream, carries_shift, line_at, sample_stream, stream_of
+from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
 class SplitTiling(NamedTuple):
@@ -160,13 +160,12 @@ def rule(rows: int, width: int, inner: int) -> SplitTiling:
     return SplitTiling(block_m, block_n, 128 if block_m == 64 else 64, splits, block_m // 16, 4)
 
 
-def candidates(key: tuple[int, ...]) -> list[Config]:
-    """Return tilings worth timing for (rows, width, inner)."""
+def _candidates(key: Key) -> list[Config]:
     rows, width, inner = key
     few = [(64, 16, 128, 1, 4, 5), (64, 16, 256, 2, 4, 3), (64, 32, 128, 2, 4, 4), (64, 32, 128, 4, 4, 3)]
     few += [(64, 32, 128, 4, 4, 4), (64, 32, 256, 4, 4, 2), (64, 32, 64, 4, 4, 6), (64, 64, 128, 8, 4, 3)]
     many = [(64, 32, 128, 1, 4, 4), (64, 64, 128, 2, 4, 3), (128, 32, 64, 2, 8, 4), (128, 32, 128, 2, 8, 3)]
-    many += [(128, 64, 64, 2, 8, 4), (128, 64, 64, 4, 8, 4), (128, 64, 128, 1, 8, 3), (128, 128, 64, 1, 8, 4)]
+    many += [(128, 64, 64, 2, 8, 4), (128, 64, 64, 4, 8, 4), (128, 64, 128, 1, 8, 3)]
     tilings = [SplitTiling(*c) for c in (few if rows <= 64 else many)]
     return [t._asdict() for t in dict.fromkeys([rule(rows, width, inner), *tilings])]
 
@@ -174,6 +173,10 @@ def candidates(key: tuple[int, ...]) -> list[Config]:
 def counters_needed(rows: int, width: int) -> int:
     """Return how many counters serve any tiling of a shape."""
     return cdiv(rows, 16) * cdiv(width, 16)
+
+
+def _chosen(found: Config | None, key: Key) -> SplitTiling:
+    return rule(*key) if found is None else SplitTiling(**{name: int(v) for name, v in found.items()})
 
 
 def gated_linear_triton(
@@ -189,8 +192,7 @@ def gated_linear_triton(
     batch, tokens, width = residual_BTD.shape
     rows, inner, device = batch * tokens, x_BTI.shape[-1], x_BTI.device
     x, key = x_BTI.contiguous(), (rows, width, inner)
-    found = None if tiling else tuned("gated_linear", key, x.dtype, device)
-    cut = tiling or (SplitTiling(**{n: int(v) for n, v in found.items()}) if found else rule(*key))
+    cut = tiling or _chosen(tuned("gated_linear", key, x.dtype, device), key)
     block_n = min(cut.block_n, width & -width)
     block_k = min(cut.block_k, inner & -inner)
     splits = min(cut.splits, (inner & -inner) // block_k)
@@ -219,3 +221,31 @@ def gated_linear_triton(
 
 
 gated_linear = FusedOp(gated_linear_reference, gated_linear_triton)
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    rows, width, inner = key
+    stream, norm = sample_stream(1, rows, width, dtype, device)
+    x = torch.randn(1, rows, inner, dtype=dtype, device=device)
+    weight = torch.randn(width, inner, dtype=dtype, device=device) * inner**-0.5
+    counters = torch.zeros(counters_needed(rows, width), dtype=torch.int32, device=device)
+    return x, weight, stream.residual_BTD, norm, counters
+
+
+def _run(
+    choice: Config | None, x: Tensor, weight: Tensor, residual: Tensor, norm: Modulation, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    key = (x.shape[0] * x.shape[1], weight.shape[0], weight.shape[1])
+    out = gated_linear_triton(x, weight, residual, norm, norm, x.dtype, counters, _chosen(choice, key))
+    return out.residual_BTD, out.scaled_BRD
+
+
+_FIELDS = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (16, 32, 64, 128),
+    "block_k": (32, 64, 128, 256),
+    "splits": (1, 2, 4, 8),
+    "warps": (4, 8),
+    "stages": (2, 3, 4, 5, 6),
+}
+TUNABLES = (Tunable("gated_linear", _FIELDS, _candidates, _inputs, _run),)

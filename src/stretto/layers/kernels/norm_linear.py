@@ -9,7 +9,7 @@ Shape legend: as in stream.py; H query heads, K key/value heads, d head size, C 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
-from stretto.layers.kernels.stream import carries_shift, line_at, normed_reference
-from stretto.layers.tuning import Config, tuned
+from stretto.layers.kernels.stream import carries_shift, line_at, normed_reference, sample_stream
+from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
 class PairTiling(NamedTuple):
@@ -176,7 +176,7 @@ def _norm_pair_kernel(
         tl.store(out + at + pair[None, :], (_gelu(first) * second).to(kind), mask=here[:, None])
 
 
-def rule(batch: int, tokens: int, width: int, pairs: int) -> PairTiling:
+def rule(batch: int, tokens: int, pairs: int) -> PairTiling:
     """Choose a tiling without a measurement: enough programs for the chip, then larger tiles."""
     segments = 1 if batch == 1 or block_of(tokens + 1) > 64 else 2
     groups = cdiv(batch, segments)
@@ -186,23 +186,17 @@ def rule(batch: int, tokens: int, width: int, pairs: int) -> PairTiling:
     return PairTiling(segments, block_n, 128 if segments == 1 else 64, 4 * segments, 4)
 
 
-def candidates(key: tuple[int, ...]) -> list[Config]:
-    """Return tilings worth timing for (batch, tokens, width, pairs)."""
-    batch, tokens, width, pairs = key
+def _tilings(batch: int, tokens: int, pairs: int) -> list[Config]:
     few = [(1, 16, 128, 4, 4), (1, 16, 256, 4, 3), (1, 32, 128, 4, 3), (1, 32, 128, 4, 4), (1, 32, 64, 4, 6)]
     few += [(1, 64, 64, 4, 4), (1, 32, 128, 8, 3)]
     many = [(1, 64, 64, 4, 4), (2, 32, 64, 8, 4), (2, 64, 64, 8, 3), (2, 64, 64, 8, 4), (2, 64, 32, 8, 5)]
-    many += [(2, 128, 64, 8, 3), (4, 32, 64, 8, 3), (4, 64, 64, 8, 3)]
-    tilings = [PairTiling(*c) for c in (few if batch == 1 else many)]
-    own = rule(batch, tokens, width, pairs)
-    return [t._asdict() for t in dict.fromkeys([own, *tilings]) if t.segments <= max(block_of(batch), 1)]
+    many += [(4, 32, 64, 8, 3), (4, 64, 64, 8, 3)]
+    found = dict.fromkeys([rule(batch, tokens, pairs), *(PairTiling(*c) for c in (few if batch == 1 else many))])
+    return [t._asdict() for t in found if t.segments <= block_of(batch)]
 
 
-def _choice(op: str, scaled: Tensor, tokens: int, pairs: int, tiling: PairTiling | None) -> PairTiling:
-    batch, _, width = scaled.shape
-    key = (batch, tokens, width, pairs)
-    found = None if tiling else tuned(op, key, scaled.dtype, scaled.device)
-    return tiling or (PairTiling(**{n: int(v) for n, v in found.items()}) if found else rule(*key))
+def _chosen(found: Config | None, batch: int, tokens: int, pairs: int) -> PairTiling:
+    return rule(batch, tokens, pairs) if found is None else PairTiling(**{name: int(v) for name, v in found.items()})
 
 
 def _launch(
@@ -251,10 +245,13 @@ def norm_qkv_triton(
 ) -> Tensor:
     batch, tokens = scaled_BRD.shape[0], squares_MP.shape[0] // scaled_BRD.shape[0]
     heads_in_all = heads + 2 * kv_heads
+    if tiling is None:
+        key = (batch, tokens, scaled_BRD.shape[-1], heads, kv_heads, head_dim)
+        found = tuned("norm_qkv", key, scaled_BRD.dtype, scaled_BRD.device)
+        tiling = _chosen(found, batch, tokens, heads_in_all * head_dim // 2)
     out = torch.empty(batch, tokens, heads_in_all, head_dim, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
-    cut = _choice("norm_qkv", scaled_BRD, tokens, heads_in_all * head_dim // 2, tiling)
     rotated = heads + kv_heads
-    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, head_dim // 2, eps, cut, starts_B, rotated, theta)
+    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, head_dim // 2, eps, tiling, starts_B, rotated, theta)
     return out
 
 
@@ -267,9 +264,11 @@ def norm_geglu_triton(
     tiling: PairTiling | None = None,
 ) -> Tensor:
     batch, tokens, hidden = scaled_BRD.shape[0], squares_MP.shape[0] // scaled_BRD.shape[0], weight_ND.shape[0] // 2
+    if tiling is None:
+        key = (batch, tokens, scaled_BRD.shape[-1], hidden)
+        tiling = _chosen(tuned("norm_geglu", key, scaled_BRD.dtype, scaled_BRD.device), batch, tokens, hidden)
     out = torch.empty(batch, tokens, hidden, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
-    cut = _choice("norm_geglu", scaled_BRD, tokens, hidden, tiling)
-    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, hidden, eps, cut)
+    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, hidden, eps, tiling)
     return out
 
 
@@ -281,3 +280,56 @@ def fits_few_rows(tokens: int, width: int, hidden: int, head_dim: int) -> bool:
 
 norm_qkv = FusedOp(norm_qkv_reference, norm_qkv_triton)
 norm_geglu = FusedOp(norm_geglu_reference, norm_geglu_triton)
+
+
+def _qkv_candidates(key: Key) -> list[Config]:
+    batch, tokens, _, heads, kv_heads, head_dim = key
+    return [c for c in _tilings(batch, tokens, (heads + 2 * kv_heads) * head_dim // 2) if int(c["block_n"]) <= head_dim // 2]
+
+
+def _qkv_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    batch, tokens, width, heads, kv_heads, head_dim = key
+    stream, norm = sample_stream(batch, tokens, width, dtype, device)
+    weight = torch.randn((heads + 2 * kv_heads) * head_dim, width, dtype=dtype, device=device) * width**-0.5
+    starts = torch.full((batch,), 900, dtype=torch.int32, device=device)
+    return stream.scaled_BRD, stream.squares_MP, weight, norm, starts, heads, kv_heads, head_dim
+
+
+def _run_qkv(choice: Config | None, *inputs: Any) -> Tensor:
+    *given, heads, kv_heads, head_dim = inputs
+    scaled = given[0]
+    batch, tokens = scaled.shape[0], given[1].shape[0] // scaled.shape[0]
+    cut = _chosen(choice, batch, tokens, (heads + 2 * kv_heads) * head_dim // 2)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return norm_qkv_triton(*given, **shape, theta=1e4, eps=1e-6, tiling=cut)
+
+
+def _geglu_candidates(key: Key) -> list[Config]:
+    batch, tokens, _, hidden = key
+    return _tilings(batch, tokens, hidden)
+
+
+def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    batch, tokens, width, hidden = key
+    stream, norm = sample_stream(batch, tokens, width, dtype, device)
+    weight = torch.randn(2 * hidden, width, dtype=dtype, device=device) * width**-0.5
+    return stream.scaled_BRD, stream.squares_MP, weight, norm
+
+
+def _run_geglu(choice: Config | None, scaled: Tensor, squares: Tensor, weight: Tensor, norm: Modulation) -> Tensor:
+    batch = scaled.shape[0]
+    cut = _chosen(choice, batch, squares.shape[0] // batch, weight.shape[0] // 2)
+    return norm_geglu_triton(scaled, squares, weight, norm, 1e-6, cut)
+
+
+_FIELDS = {
+    "segments": (1, 2, 4),
+    "block_n": (16, 32, 64, 128),
+    "block_k": (32, 64, 128, 256),
+    "warps": (4, 8),
+    "stages": (2, 3, 4, 5, 6),
+}
+TUNABLES = (
+    Tunable("norm_qkv", _FIELDS, _qkv_candidates, _qkv_inputs, _run_qkv),
+    Tunable("norm_geglu", _FIELDS, _geglu_candidates, _geglu_inputs, _run_geglu),
+)

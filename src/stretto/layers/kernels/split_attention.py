@@ -13,6 +13,7 @@ d head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,15 @@ except ImportError:
     TensorDescriptor = None
 
 LOG2_E = 1.4426950408889634
+FIELDS: Mapping[str, tuple[int | str, ...]] = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (32, 64, 128),
+    "splits": tuple(range(1, 33)),
+    "warps": (4, 8),
+    "stages": (1, 2, 3, 4, 5),
+    "joined": (0, 1),
+    "described": (0, 1),
+}
 
 
 class Tiling(NamedTuple):

@@ -181,3 +181,9 @@ def close_stream_triton(scaled_BRD: Tensor, squares_MP: Tensor, normed_by: Modul
 
 open_stream = FusedOp(open_stream_reference, open_stream_triton)
 close_stream = FusedOp(close_stream_reference, close_stream_triton)
+
+
+def sample_stream(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Stream, Modulation]:
+    """Return a random stream and its norm: one line of a table for each batch row."""
+    norm = Modulation(torch.randn(11, 3 * width, device=device) * 0.1, torch.randint(11, (batch,), device=device))
+    return stream_of(torch.randn(batch, tokens, width, device=device), norm, dtype, min(32, width)), norm
