@@ -31,7 +31,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from stretto.core.plan import Mode, per_visit, whole
+from stretto.core.plan import Mode, Plan, per_visit, whole
 from stretto.deploy.provenance import provenance
 from stretto.models import pi0
 from stretto.runtime.engine import Engine
@@ -50,14 +50,15 @@ class Marks:
     def mark(self, name: str) -> None:
         self.at[name] = time.perf_counter()
 
-    def around(self, owner: Any, name: str, begin: str, end: str) -> Any:
-        """Return a patch that marks the first call of a function and its last return."""
+    def around(self, owner: Any, name: str, begin: str, end: str, *, first: bool = False) -> Any:
+        """Return a patch that marks the first call of a function and its last return, or its first one."""
         inner: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **named: Any) -> Any:
             self.at.setdefault(begin, time.perf_counter())
             result = inner(*args, **named)
-            self.mark(end)
+            if not first or end not in self.at:
+                self.mark(end)
             return result
 
         return patch.object(owner, name, timed)
@@ -82,7 +83,7 @@ def watched(engine: Engine, marks: Marks) -> Any:
     (executor,) = engine.executors.values()
     with ExitStack() as stack:
         stack.enter_context(marks.around(executor, "pack", "pack", "packed"))
-        stack.enter_context(marks.around(executor._desk, "policy", "choose", "chosen"))
+        stack.enter_context(marks.around(executor._desk, "policy", "choose", "chosen", first=True))
         stack.enter_context(marks.around(Program, "launch", "launch", "launched"))
         stack.enter_context(marks.around(Courier, "depart", "leave", "left"))
         stack.enter_context(marks.around(engine, "_heard", "done", "passed"))
@@ -95,8 +96,23 @@ def quantiles(ms: Sequence[float]) -> dict[str, float]:
     return {name: round(float(np.quantile(ms, q)), 4) for name, q in at.items()}
 
 
-def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, *, steps: bool) -> dict[str, Any]:
-    """Ask `n` times; with `steps`, time the steps of the path too, which itself costs some microseconds."""
+def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, how: str) -> dict[str, Any]:
+    """Ask `n` times. `how`: `plain`; `steps`, which also times the steps of the path and so costs some microseconds itself;
+    `frozen`, without what was made so far in the sight of the garbage collector; `patient`, with a time limit, so that the
+    engine's own threads wait for the device.
+    """
+    if how == "frozen":
+        gc.collect()
+        gc.freeze()
+    try:
+        return _run(engine, feed, prompt, n, steps=how == "steps", timeout=60.0 if how == "patient" else None)
+    finally:
+        gc.unfreeze()
+
+
+def _run(
+    engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, *, steps: bool, timeout: float | None
+) -> dict[str, Any]:
     stream = engine.open()
     marks = Marks()
     wall, over, device, queue, found = [], [], [], [], []
@@ -106,7 +122,7 @@ def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: i
         for i in range(n + n // 5):
             marks.at.clear()
             marks.mark("asked")
-            chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result(60)
+            chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result(timeout)
             marks.mark("got")
             if i < n // 5:
                 continue
@@ -195,24 +211,29 @@ def main() -> None:
     result: dict[str, Any] = {**provenance(torch.device(args.device)), "small": args.small, "prompt": prompt, "rows": {}}
     result["machine"] = pieces()
     print("machine", json.dumps(result["machine"]), flush=True)
-    plans = {
-        "whole": whole(model.route, args.device, mode=mode),
-        "whole, deadlines": whole(model.route, args.device, mode=mode).with_dispatch("deadline_limited"),
-        "per visit, deadlines": per_visit(model.route, args.device, mode=mode, dispatch="deadline_limited"),
+    plain = whole(model.route, args.device, mode=mode)
+    urgent = plain.with_dispatch("deadline_limited")
+    between = per_visit(model.route, args.device, mode=mode, dispatch="deadline_limited")
+    cases: dict[str, tuple[Plan, bool, tuple[str, ...]]] = {
+        "whole": (plain, True, ("plain", "steps", "frozen", "patient")),
+        "whole, launched by the engine's thread": (plain, False, ("plain", "patient")),
+        "whole, deadlines": (urgent, True, ("plain", "steps")),
+        "per visit, deadlines": (between, True, ("plain", "steps")),
     }
-    for name, plan in plans.items():
+    for name, (plan, callers_launch, ways) in cases.items():
+        rows: dict[str, Any] = {}
         try:
-            engine = Engine(model, plan.with_shapes({"batch": (1,), "prompt": (prompt,)}))
+            shapes = {"batch": (1,), "prompt": (prompt,)}
+            engine = Engine(model, plan.with_shapes(shapes), callers_launch=callers_launch)
             engine.warm()
-            rows = {"plain": run(engine, feed, prompt, args.n, steps=False)}
-            rows["steps"] = run(engine, feed, prompt, args.n, steps=True)
-            gc.collect()
+            for how in ways:
+                rows[how] = run(engine, feed, prompt, args.n, how)
+                print(f"{name} / {how}", json.dumps(rows[how]), flush=True)
             engine.close()
         except Exception as error:  # one plan that fails must not lose the others
-            rows = {"error": {"text": f"{type(error).__name__}: {error}"}}
+            rows["error"] = f"{type(error).__name__}: {error}"
+            print(name, rows["error"], flush=True)
         result["rows"][name] = rows
-        for how, row in rows.items():
-            print(f"{name} / {how}", json.dumps(row), flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 

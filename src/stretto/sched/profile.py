@@ -73,6 +73,8 @@ class Profile:
     """Host and launch time of one batch, whatever its stages."""
     max_batch: int = 8
     links: Mapping[str, Link] = field(default_factory=lambda: dict(LINKS))
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Stage -> a stage in another lane of the device -> how many times longer the first takes while that runs, 1 or more."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Shape of the chunk and whatever else a reader should know: tokens, frames per chunk, pixel frames, window."""
 
@@ -88,6 +90,10 @@ class Profile:
         for name, stage in self.stages.items():
             for part in ("weight_bytes", "state_bytes", "crossing_bytes"):
                 _number(f"stages[{name}].{part}", getattr(stage, part))
+        for name, others in self.beside.items():
+            for other, times in others.items():
+                if not isinstance(times, int | float) or not 1.0 <= times < math.inf:
+                    raise ConfigError(f"beside[{name}][{other}]", got=times, expected="a finite number, 1 or more")
         for name, link in self.links.items():
             _number(f"links[{name}].alpha_s", link.alpha_s)
             if not link.bytes_s > 0:

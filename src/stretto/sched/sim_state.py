@@ -13,6 +13,7 @@ from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.outcome import StreamOutcome
 from stretto.sched.plans import waits
 from stretto.sched.profile import Profile
+from stretto.sched.sim_lanes import Chip, Running, slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,10 @@ class Weather:
 
 @dataclass(eq=False, slots=True)
 class SimDevice:
-    """One device: what waits there, and whether it is busy."""
+    """One lane of a device, most often its only one: what waits there, and whether it is busy."""
 
     name: str
-    free: int
-    """Chunk slots that nobody holds."""
+    chip: Chip
     slow: float = 1.0
     ahead: int = 0
     queued: int = 0
@@ -74,9 +74,8 @@ class SimDevice:
     """When the last of them is done."""
     busy: bool = False
     """Whether it takes no further batch now."""
-    dead: bool = False
-    busy_s: float = 0.0
-    arrived: int = 0
+    running: Running | None = None
+    """Kept where the device has several lanes."""
     ready: list[Waiting] = field(default_factory=list)
     flows: dict[int, Flow] = field(default_factory=dict)
     kinds: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
@@ -148,19 +147,34 @@ class Flow:
     """The placement from which it leaves its device once its batch is done."""
 
 
-def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> dict[str, SimDevice]:
+Devices = dict[tuple[str, int], SimDevice]
+"""(device, lane) -> what the simulator knows of it."""
+
+
+def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> Devices:
     """Make the devices of all plans, and number the kinds of each along the routes as the executor does."""
-    devices: dict[str, SimDevice] = {}
+    devices: Devices = {}
+    chips: dict[str, Chip] = {}
+    lanes: dict[str, int] = {}
     for load in loads.values():
         for d in load.plan.devices:
-            devices.setdefault(d.name, SimDevice(d.name, slots, weather.slow.get(d.name, 1.0), weather.ahead))
+            lanes[d.name] = max(lanes.get(d.name, 1), load.plan.lanes(d.name))
+    for name, count in lanes.items():
+        chip = chips[name] = Chip(name, slots)
+        for lane in range(count):
+            # Side by side, when a batch ends is not known while it runs, so nothing is launched behind it.
+            ahead = weather.ahead if count == 1 else 0
+            devices[name, lane] = SimDevice(name, chip, weather.slow.get(name, 1.0), ahead)
+            chip.lanes.append(devices[name, lane])
     for model, load in loads.items():
         for placements in load.plan.classes.values():
             for p in placements:
-                device, signature = devices[p.device], signature_of(load.profile, p)
+                device, signature = devices[p.device, p.lane], signature_of(load.profile, p)
                 if (model, signature) not in device.kinds:
                     device.kinds[model, signature] = len(device.kinds)
                     device.costs.append(_costs(load, p.device, signature))
+    for chip in chips.values():
+        _interfere(chip, loads)
     plans = [load.plan for load in loads.values()]
     for device in devices.values():
         caps = {k: loads[model].plan.batch_cap(device.name) for (model, _), k in device.kinds.items()}
@@ -169,6 +183,15 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> di
         device.limits = Limits(most, kind_caps={} if len(plans) == 1 else caps, costs=costs)
         device.policy = policy(plans[0].dispatch)
     return devices
+
+
+def _interfere(chip: Chip, loads: Mapping[str, Load]) -> None:
+    """Note what the kinds of each lane cost those of the others; between two models nothing is known."""
+    for lane, other in itertools.permutations(chip.lanes, 2):
+        for (model, task), kind in lane.kinds.items():
+            for (beside, stages), its in other.kinds.items():
+                if model == beside:
+                    chip.slowdowns[lane, kind, other, its] = slowdown(loads[model].profile, task, stages)
 
 
 def signature_of(profile: Profile, placement: Placement) -> tuple[str, ...]:
@@ -182,7 +205,7 @@ def _costs(load: Load, device: str, signature: tuple[str, ...]) -> tuple[float, 
     return (0.0, *(load.profile.launch_s + sum(c(n) for c in stages) for n in sizes))
 
 
-def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Mapping[str, SimDevice]) -> Run:
+def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Devices) -> Run:
     """Look up everything that a stream's chunks will need.
 
     Raises:
@@ -193,7 +216,7 @@ def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Map
         raise ConfigError("model", got=repr(spec.model), expected=f"one of {sorted(loads)}")
     plan, profile = loads[spec.model].plan, loads[spec.model].profile
     placements = plan.placements(spec.stream_class)
-    there = [devices[p.device] for p in placements]
+    there = [devices[p.device, p.lane] for p in placements]
     kind = [d.kinds[spec.model, signature_of(profile, p)] for d, p in zip(there, placements, strict=True)]
     least = [d.costs[k][1] for d, k in zip(there, kind, strict=True)]
     node = {d.name: d for d in plan.devices}

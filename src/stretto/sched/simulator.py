@@ -63,7 +63,7 @@ class Simulation:
             if run.spec.stop_s < until_s:
                 self._push(run.spec.stop_s, _STOP, run, None)
         for name, at in self._weather.fails.items():
-            self._push(at, _FAIL, self._devices[name], None)
+            self._push(at, _FAIL, self._devices[name, 0], None)
         heap, pop = self._heap, heapq.heappop
         now = 0.0
         while heap:
@@ -81,7 +81,7 @@ class Simulation:
                 self._stop(a, "closed")  # type: ignore[arg-type]
             else:
                 self._fail(a)  # type: ignore[arg-type]
-        busy = {d.name: d.busy_s for d in self._devices.values()}
+        busy = {d.name: d.chip.busy_s for d in self._devices.values()}
         return Outcome(
             [r.outcome for r in self._runs], busy, min(until_s, now) if not heap else until_s, self.tasks, self._trace
         )
@@ -110,8 +110,8 @@ class Simulation:
         for flow in flows:
             if flow.run.gone:
                 continue
-            flow.key = device.arrived
-            device.arrived += 1
+            flow.key = device.chip.arrived
+            device.chip.arrived += 1
             self._enqueue(now, device, flow)
             if not self._together and not device.busy:
                 self._dispatch(now, device)
@@ -152,13 +152,14 @@ class Simulation:
         """Chunks that hold a slot, and as many others as slots are free, in order of arrival."""
         ready, flows = device.ready, device.flows
         new = [w.key for w in ready if not flows[w.key].held]
-        if len(new) <= device.free:
+        free = device.chip.free
+        if len(new) <= free:
             return ready
-        late = set(sorted(new)[device.free :])
+        late = set(sorted(new)[free:])
         return [w for w in ready if w.key not in late]
 
     def _dispatch(self, now: float, device: SimDevice) -> None:
-        while device.ready and not (device.dead or device.busy):
+        while device.ready and not (device.chip.dead or device.busy):
             ready = self._choice(device) if self._limited else device.ready
             if not ready:
                 return
@@ -194,12 +195,11 @@ class Simulation:
             for flow in batch:
                 if not flow.held:
                     flow.held = True
-                    device.free -= 1
+                    device.chip.free -= 1
         begin = max(now, device.free_s)
         device.free_s = begin + seconds
         device.queued += 1
         device.busy = device.queued > device.ahead
-        device.busy_s += seconds
         self.tasks += n
         for flow in batch:
             flow.run.served += seconds / n
@@ -208,8 +208,15 @@ class Simulation:
             self._trace.append(Launch(device.name, begin, device.free_s, kind, first.at, streams))
         if device.ahead:
             self._pass(now, device, batch)
+        if device.chip.shared:
+            device.chip.start(now, device, batch, kind, seconds, self._ends_at)
+        else:
+            device.chip.busy_s += seconds
+            self._ends_at(device.free_s, device, batch)
+
+    def _ends_at(self, at: float, device: SimDevice, batch: list[Flow]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (device.free_s, self._count, _DONE, device, batch))
+        heapq.heappush(self._heap, (at, self._count, _DONE, device, batch))
 
     def _pass(self, now: float, device: SimDevice, batch: Sequence[Flow]) -> None:
         """Let the chunks of a batch go on as far as this device is concerned."""
@@ -223,14 +230,14 @@ class Simulation:
                 self._release(device, flow)
                 continue
             flow.at = at + 1
-            if at < run.last and run.device[at + 1] is device:
-                self._enqueue(now, device, flow)
+            if at < run.last and run.device[at + 1].chip is device.chip:
+                self._enqueue(now, run.device[at + 1], flow)
             else:
                 self._release(device, flow)
                 flow.leaves = at
 
     def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
-        if device.dead:
+        if device.chip.dead or (device.chip.shared and not device.chip.ends(now, device, batch, self._ends_at)):
             return
         if not device.ahead:
             self._pass(now, device, batch)
@@ -246,14 +253,16 @@ class Simulation:
                 there, delay = run.device[at + 1], run.delay[at]
                 leaving.setdefault((there.name, delay), (there, []))[1].append(flow)
         device.queued -= 1
+        device.free_s = now if device.chip.shared else device.free_s
         device.busy = device.queued > device.ahead
         for (_, delay), (there, flows) in leaving.items():
             if delay:
                 self._push(now + delay, _ARRIVE, there, flows)
             else:
                 self._arrive(now, there, flows)
-        if not device.busy:
-            self._dispatch(now, device)
+        for lane in device.chip.lanes:
+            if not lane.busy:
+                self._dispatch(now, lane)
 
     def _finish(self, now: float, flow: Flow) -> None:
         run = flow.run
@@ -265,7 +274,7 @@ class Simulation:
     def _release(self, device: SimDevice, flow: Flow) -> None:
         if flow.held:
             flow.held = False
-            device.free += 1
+            device.chip.free += 1
 
     def _refuse(self, now: float, device: SimDevice, key: int, reason: str) -> None:
         flow = device.flows.pop(key)
@@ -285,7 +294,7 @@ class Simulation:
             device.ready = [w for w in device.ready if w.stream != run.id]
 
     def _fail(self, device: SimDevice) -> None:
-        device.dead = True
+        device.chip.dead = True
         for run in self._runs:
-            if device in run.device and not run.gone:
+            if any(d.chip is device.chip for d in run.device) and not run.gone:
                 self._stop(run, "worker_died")
