@@ -235,9 +235,10 @@ class Expert(nn.Module):
         counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=residual_BSD.device)
         for i, block in enumerate(blocks):
             first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
-            read, heads = (stream.scaled_BRD, stream.squares_MP), (block.heads, block.dims.kv_heads, block.dims.kv_heads)
+            read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
             qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
-            y = self._attend(i, prefix, *qkv.split(heads, dim=2), counters)
+            q, k, v = torch.split(qkv, heads, dim=2)
+            y = self._attend(i, prefix, q, k, v, counters)
             stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
             y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
             dtype = torch.float32 if i == len(blocks) - 1 else self.dtype

@@ -208,30 +208,38 @@ def _describable(*tensors: Tensor | None) -> bool:
 def _suffix_candidates(key: Key) -> list[Config]:
     batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
     rows, groups = tokens * heads // kv_heads, batch * kv_heads
-    few = [(64, 64, 17, 8, 2), (64, 64, 9, 8, 3), (64, 64, 9, 8, 2), (64, 64, 6, 8, 3), (64, 32, 11, 8, 4), (64, 64, 9, 4, 2)]
-    few += [(16, 64, 5, 4, 3, 1), (16, 64, 9, 4, 2, 1), (32, 64, 9, 4, 2, 1), (32, 64, 6, 4, 3, 1), (64, 64, 6, 8, 3, 1)]
-    some = [(64, 64, 5, 8, 3), (64, 64, 3, 8, 3), (64, 64, 2, 8, 3), (128, 32, 4, 8, 3), (128, 32, 3, 8, 4)]
-    some += [(128, 32, 2, 8, 3), (64, 32, 3, 4, 2), (64, 32, 4, 4, 2), (128, 32, 4, 8, 3, 0, 1), (128, 32, 3, 8, 3, 0, 1)]
-    many = [(128, 32, 1, 8, 3), (128, 32, 1, 8, 4), (128, 64, 1, 8, 2), (64, 32, 1, 4, 2), (64, 64, 1, 8, 3)]
-    many += [(128, 32, 1, 8, 3, 0, 1), (128, 32, 1, 8, 4, 0, 1), (128, 64, 1, 8, 2, 0, 1), (64, 32, 1, 4, 2, 0, 1)]
-    many += [(64, 64, 1, 4, 2, 0, 1)]
+    if groups < 2:
+        cuts = _cuts((64, 64, 17, 8, 2), (64, 64, 9, 8, 3), (64, 64, 9, 8, 2), (64, 64, 6, 8, 3), (64, 32, 11, 8, 4))
+        cuts += _cuts((64, 64, 9, 4, 2), (16, 64, 5, 4, 3, 1), (16, 64, 9, 4, 2, 1), (32, 64, 9, 4, 2, 1))
+        cuts += _cuts((32, 64, 6, 4, 3, 1), (64, 64, 6, 8, 3, 1))
+    elif groups < 16:
+        cuts = _cuts((64, 64, 5, 8, 3), (64, 64, 3, 8, 3), (64, 64, 2, 8, 3), (128, 32, 4, 8, 3), (128, 32, 3, 8, 4))
+        cuts += _cuts((128, 32, 2, 8, 3), (64, 32, 3, 4, 2), (64, 32, 4, 4, 2))
+        cuts += _cuts((128, 32, 4, 8, 3, 0, 1), (128, 32, 3, 8, 3, 0, 1))
+    else:
+        cuts = _cuts((128, 32, 1, 8, 3), (128, 32, 1, 8, 4), (128, 64, 1, 8, 2), (64, 32, 1, 4, 2), (64, 64, 1, 8, 3))
+        cuts += _cuts((128, 32, 1, 8, 3, 0, 1), (128, 32, 1, 8, 4, 0, 1), (128, 64, 1, 8, 2, 0, 1))
+        cuts += _cuts((64, 32, 1, 4, 2, 0, 1), (64, 64, 1, 4, 2, 0, 1))
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
-    tilings = [Tiling(*cut) for cut in (few if groups < 2 else some if groups < 16 else many)]
-    return [t._asdict() for t in dict.fromkeys([own, *tilings])]
+    return [t._asdict() for t in dict.fromkeys([own, *cuts])]
+
+
+def _cuts(*cuts: tuple[int, ...]) -> list[Tiling]:
+    return [Tiling(*cut) for cut in cuts]
 
 
 def _suffix_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
     q, k, v, slots, mask = _arena_inputs((batch, tokens, arena, heads, kv_heads, head_dim, 1), dtype, device)
-    fresh = torch.randn(batch, suffix, 2 * kv_heads, head_dim, dtype=dtype, device=device).split(kv_heads, dim=2)
+    fresh = torch.randn(batch, suffix, 2 * kv_heads, head_dim, dtype=dtype, device=device).chunk(2, dim=2)
     length = torch.full((batch,), arena, dtype=torch.int32, device=device)
     counters = torch.zeros(cdiv(tokens * heads, 16) * batch, dtype=torch.int32, device=device)
     return q, k, v, slots, mask, length, *fresh, counters
 
 
-def _run_suffix(choice: Config | None, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *rest: Tensor) -> Tensor:
-    *named, counters = rest
-    return split_attention(q, Keys(k, v, slots, *named), None, _split_cut(choice), counters)
+def _run_suffix(choice: Config | None, q: Tensor, *rest: Tensor) -> Tensor:
+    k, v, slots, mask, length, k_suffix, v_suffix, counters = rest
+    return split_attention(q, Keys(k, v, slots, mask, length, k_suffix, v_suffix), None, _split_cut(choice), counters)
 
 
 def _tilings(head_dim: int) -> list[Config]:

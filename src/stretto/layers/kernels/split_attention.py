@@ -320,7 +320,7 @@ def split_attention(
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
     kept = pairs * cut.splits * rows if cut.splits > 1 else 0
     part = torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device)
-    parts = part.split([kept * head_dim, kept, kept])
+    parts = torch.split(part, [kept * head_dim, kept, kept])
     tiles = cdiv(rows, cut.block_m)
     if counters is None and cut.joined and cut.splits > 1:
         counters = torch.zeros(tiles * pairs, dtype=torch.int32, device=q_BTHd.device)

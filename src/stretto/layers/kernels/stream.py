@@ -43,7 +43,7 @@ def stream_of(residual_BTD: Tensor, normed_by: Modulation, dtype: torch.dtype, p
     scaled = residual_BTD * (1.0 + scale)
     if carries_shift(normed_by):
         scaled = torch.cat((scaled, shift.expand(scaled.shape[0], 1, -1)), dim=1)
-    squares = residual_BTD.square().flatten(0, 1).unflatten(-1, (parts, -1)).sum(-1)
+    squares = residual_BTD.square().view(-1, parts, residual_BTD.shape[-1] // parts).sum(-1)
     return Stream(residual_BTD, scaled.to(dtype), squares)
 
 
