@@ -41,14 +41,12 @@ part_worlds() { # one stream, window 21, no decoder: what most plans are compare
     --out "$OUT/world_${GPUS}x_h200.json"
 }
 part_worlds_decoded() { # with the decoder as a stage
-  limited worlds_decoded 100 $PY benchmarks/world.py --windows 21 --decoders vae --seconds 2 --minutes 1.3 \
-    --models wan2.1-1.3b wan2.2-5b --out "$OUT/world_${GPUS}x_vae_h200.json"
+  limited worlds_decoded 100 $PY benchmarks/world.py --windows 21 --decoders vae --seconds 2 --minutes 1.3 --chunk-frames 1 \
+    --models wan2.1-1.3b wan2.2-5b wan2.1-14b --out "$OUT/world_${GPUS}x_vae_h200.json"
 }
-part_worlds_short() { # windows of nine frames, and several streams
+part_worlds_short() { # windows of nine frames
   limited worlds_short 100 $PY benchmarks/world.py --windows 9 --decoders none --seconds 1.5 --minutes 0.8 \
     --out "$OUT/world_${GPUS}x_window9_h200.json"
-  limited worlds_several 60 $PY benchmarks/world.py --windows 9 --decoders none --seconds 2 --minutes 0.6 --streams 0 \
-    --models wan2.1-1.3b wan2.2-5b --chunk-frames 1 --out "$OUT/world_${GPUS}x_streams_h200.json"
 }
 part_worlds_processes() {
   limited worlds_processes 100 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --models wan2.1-1.3b \

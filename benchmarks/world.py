@@ -3,10 +3,11 @@
     python benchmarks/world.py --minutes 8 --out benchmarks/results/world_h200.json
 
 On one GPU: one chunk at a time (`serial`) beside same-block batching of all denoise steps (`batched`). On several: those
-two on the first, and every way of spreading one stream over all. Random weights, 4 denoise steps. Rings are filled with
-random numbers and a stream begins at the chunk for which they count as full, so that steady state comes at once. The
-result is written after every row; what the time did not allow is listed under `not_run`. `--small` runs a tiny model on
-four CPU devices, to try the script itself.
+two on the first, and every way of spreading one stream over all. On any number: as many streams at the video's own speed as
+the planner admits (`portfolio`). Random weights, 4 denoise steps. Rings are filled with random numbers and a stream begins at
+the chunk for which they count as full, so that steady state comes at once. What the simulator expects of the costs measured
+at the start stands beside every figure. The result is written after every row; what the time did not allow is listed under
+`not_run`. `--small` runs a tiny model on four CPU devices, to try the script itself.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import torch
 
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_crowd import crowd
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
+
+CROWD = "portfolio"
 
 Shape = tuple[int, str, str, int]
 """(window frames, decoder, model, chunk frames): one model to build, some plans to run."""
@@ -39,8 +43,8 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 def plans_of(args: argparse.Namespace, devices: tuple[str, ...], decoder: str) -> tuple[str, ...]:
     """Return the plans of a shape; with a decoder, those that bracket what it changes."""
-    known = fitting(devices)
-    wanted = args.plans or (known if decoder == "none" else ("batched", "by_step", "by_block_batched"))
+    known = (*fitting(devices), CROWD)
+    wanted = args.plans or (known if decoder == "none" else ("batched", "by_step", "by_block_batched", CROWD))
     return tuple(name for name in wanted if name in known)
 
 
@@ -61,10 +65,18 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
         return
     profiled = json.loads(bench.profile.to_json())
     while names and time.monotonic() < until:
-        for row in bench.rows((names.pop(0),)):
+        name = names.pop(0)
+        for row in (crowded(bench, heading),) if name == CROWD else bench.rows((name,)):
             yield row | {"profile": profiled}
     for name in names:
         yield heading | {"plan": name, "not_run": "out of time"}
+
+
+def crowded(bench: WorldBench, heading: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return heading | crowd(bench)
+    except Exception as error:  # as above
+        return heading | {"plan": CROWD, "error": f"{type(error).__name__}: {error}"}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk-frames", nargs="*", type=int, default=[1, 3])
     parser.add_argument("--windows", nargs="*", type=int, default=[21, 9])
     parser.add_argument("--decoders", nargs="*", default=["none", "vae"], choices=["none", "light", "vae"])
-    parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL], help="all that fit by default")
+    parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL, CROWD], help="all that fit by default")
     parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])

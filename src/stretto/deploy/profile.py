@@ -117,7 +117,7 @@ def _stage_times(
     def time(stages: tuple[str, ...]) -> float:
         starts = [i for i in range(len(model.route)) if model.route.signature(Segment(i, i + len(stages))) == stages]
         segment = Segment(starts[0], starts[0] + len(stages))
-        return bench.segment(segment, lengths, warmup=options.warmup, n=options.n, starts=starts).p50 / 1e3
+        return bench.segment(segment, lengths, warmup=options.warmup, n=max(4, options.n // batch), starts=starts).p50 / 1e3
 
     launch, seconds = 0.0, {}
     order = tuple(dict.fromkeys(v.stage for v in model.route.visits))

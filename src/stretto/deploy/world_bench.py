@@ -21,6 +21,7 @@ from stretto.deploy.provenance import provenance
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting, plan_of, predicted
 from stretto.deploy.worlds import AnywhereModel, RandomWorld, config_of
 from stretto.layers.tuning import choices
+from stretto.models.wan import DECODE
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
@@ -166,8 +167,10 @@ class WorldBench:
 
     def slots(self, plan: Plan) -> int:
         """Return the chunks that a device can hold at a time."""
-        batches = 2 * max(plan.batch_cap(d.name) for d in plan.devices) * self.case.streams + plan.in_flight
-        return min(batches, 1 + self.case.streams * max(plan.credit(name) for name in plan.classes))
+        held = self.held(plan)
+        counts = dict.fromkeys(plan.classes, held) if isinstance(held, int) else held
+        batches = 2 * max(plan.batch_cap(d.name) for d in plan.devices) * sum(counts.values()) + plan.in_flight
+        return min(batches, 1 + sum(n * plan.credit(name) for name, n in counts.items()))
 
     def engine(self, plan: Plan) -> Engine:
         """Make an engine for a plan. The model's weights are made once for all plans in one process."""
@@ -208,6 +211,7 @@ class WorldBench:
             "warm_chunks": measured.warm_chunks,
             "busy_ms": {d: round(ms, 3) for d, ms in busy.items()},
             "idle_share": {d: round(max(0.0, 1.0 - ms / interval), 4) for d, ms in busy.items()},
+            **self._decode(plan),
             "transfer": self._transfer(plan, interval - max(busy.values(), default=0.0)),
             "frames_per_s": round(frames, 3),
             "conversions": {
@@ -216,6 +220,15 @@ class WorldBench:
                 "action_chunks_per_s": round(frames / ACTION_HORIZON, 4),
             },
         }
+
+    def _decode(self, plan: Plan) -> dict[str, Any]:
+        """Return what the decoder takes, its share of a chunk's whole work, and where the plan puts it; nothing without one."""
+        if DECODE not in self.profile.order:
+            return {}
+        seconds = self.profile.stage(DECODE).cost(1)
+        last = plan.classes["default"][-1]
+        share = round(seconds / self.profile.work_s, 4)
+        return {"decode": {"ms": round(seconds * 1e3, 3), "share_of_work": share, "device": last.device}}
 
     def _transfer(self, plan: Plan, not_busy_ms: float) -> dict[str, Any]:
         """Return the hops of one chunk, their time when measured alone, and the share of it that the interval hides."""
