@@ -315,9 +315,10 @@ def draw(found: Mapping[str, Sequence[Run]], control_hz: float, takt: float, pat
             t_s = np.arange(len(run.speeds) + 1) / control_hz
             colour = "#009e73" if done else "#d55e00"
             axes.fill_between(t_s, [*run.speeds, 0.0], step="post", color=colour, alpha=0.75, lw=0)
-            end = f"{run.steps / control_hz:.1f} s" if run.success else "never"
+            late = "" if done else ", too late"
+            end = f"done in {run.steps / control_hz:.1f} s{late}" if run.success else "not done"
             still = f"still for {run.still} of {run.steps} steps"
-            axes.set_title(f"{run.task}: {end}{'' if done else ', too late'}; {still}", fontsize=8, color=colour)
+            axes.set_title(f"{run.task}: {end}; {still}", fontsize=8, color=colour)
             axes.axvline(takt * run.needed / control_hz, color="0.4", lw=0.9, ls=":")
             axes.spines[["top", "right"]].set_visible(False)
         grid[0, column].annotate(
@@ -340,7 +341,7 @@ def draw(found: Mapping[str, Sequence[Run]], control_hz: float, takt: float, pat
     axes.set(xlim=(0.7, MOST), ylim=(0, 103), ylabel="robots done, %")
     axes.set_xlabel("control steps used / steps needed when the world waits (all rounds)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
     for path in paths:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

@@ -70,7 +70,11 @@ def draw_device_roofline(stages: Sequence[StagePoint], device: DeviceRoof, path:
         label = f"{s.name}: {s.seconds * 1e3:.3g} ms, {100 * s.share_of_roof:.0f} % of its {s.bound} roof"
         axes.vlines(s.intensity, y, s.allowed_flops / 1e12, color=colour, lw=0.8, ls=":")
         axes.scatter([s.intensity], [y], s=30 + 170 * s.seconds / longest, color=colour, label=label, zorder=3)
-        axes.annotate(s.name, (s.intensity, y), xytext=(11, 0), textcoords="offset points", va="center", fontsize=8)
+        # Neighbours are named above and below in turn, so that names do not meet.
+        away = 12 if sorted(intensities).index(s.intensity) % 2 else -12
+        axes.annotate(
+            s.name, (s.intensity, y), xytext=(0, away), textcoords="offset points", ha="center", va="center", fontsize=8
+        )
     lowest = min(min(s.reached_flops for s in stages), device.bandwidth_bytes_s * low)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(lowest / 2e12, device.peak_flops * 2.5 / 1e12))
     axes.set_xlabel("intensity, FLOP per byte")
