@@ -144,7 +144,9 @@ class Flow:
     held: bool = False
     """Whether it holds a slot of the device it is on."""
     leaves: int = -1
-    """The placement from which it leaves its device once its batch is done."""
+    """The placement from which it leaves its device."""
+    leaves_with: Sequence[Flow] | None = None
+    """The batch with whose end it does so. Others of its batches may be queued before."""
 
 
 Devices = dict[tuple[str, int], SimDevice]

@@ -234,7 +234,7 @@ class Simulation:
                 self._enqueue(now, run.device[at + 1], flow)
             else:
                 self._release(device, flow)
-                flow.leaves = at
+                flow.leaves, flow.leaves_with = at, batch
 
     def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
         if device.chip.dead or (device.chip.shared and not device.chip.ends(now, device, batch, self._ends_at)):
@@ -244,9 +244,9 @@ class Simulation:
         leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
         for flow in batch:
             run, at = flow.run, flow.leaves
-            if at < 0 or run.gone:
+            if flow.leaves_with is not batch or run.gone:
                 continue
-            flow.leaves = -1
+            flow.leaves_with = None
             if at == run.last:
                 self._finish(now, flow)
             else:
