@@ -85,7 +85,8 @@ def test_bench_times_a_checkpoint_at_the_checkpoints_own_shapes() -> None:
     quick = ("--checkpoint", "pi05-metaworld", "--n", "2", "--warmup", "0", "--device", "cpu")
     done = run("bench", "pi0.5", *quick, "--json")
     result = json.loads(done.stdout)
-    assert set(result) == {"device", "commit", "torch", "rows"}
+    assert set(result) == {"device", "commit", "torch", "rows", "kernels"}
+    assert result["kernels"]["ops"]["linear_geglu"] == ["reference"]
     (row,) = result["rows"]
     assert (row["model"], row["batch"], row["dtype"], row["mode"]) == ("pi0.5", 1, "float32", "eager")
     assert row["prefix_tokens"] == 2 * 8**2 + 64

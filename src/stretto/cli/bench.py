@@ -5,6 +5,7 @@ With --tune it times kernels instead, and writes the table of choices that later
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,11 +127,17 @@ def _world(args: Args) -> dict[str, Any]:
 def _tune(args: Args) -> int:
     from stretto.deploy.tune import TuneOptions, tune_model
 
+    height, width = pixels(args.size)
+    chunks = itertools.product(numbers("chunk_frames", args.chunk_frames), numbers("window_frames", args.window_frames))
     options = TuneOptions(
         model=args.model,
         batches=numbers("batch", args.batch),
         prompt=args.prompt,
         seconds=args.tune_seconds,
+        worlds=tuple(
+            {"frames_per_chunk": frames, "window_frames": window, "pixel_height": height, "pixel_width": width}
+            for frames, window in chunks
+        ),
         device=args.device,
         dtype=args.dtype,
         out=args.out,
@@ -218,3 +225,14 @@ def _show(result: dict[str, Any], table: Table) -> None:
     console = Console()
     console.print(table)
     console.print(f"{result['device']}, torch {result['torch']}, commit {result['commit']}; milliseconds")
+    console.print(f"kernels: {_kernels(result['kernels'])}")
+
+
+def _kernels(report: dict[str, Any]) -> str:
+    """Say in a line what chose the kernels: a table, the rule of an op, or plain torch as the reference."""
+    by: dict[str, list[str]] = {}
+    for op, kinds in report["ops"].items():
+        by.setdefault(" and ".join(kinds), []).append(op)
+    tables = ", ".join(f"{t['path']} ({t['device']}, commit {' '.join(t['commits'])})" for t in report["tables"])
+    said = "; ".join(f"by {kinds}: {', '.join(ops)}" for kinds, ops in sorted(by.items()))
+    return f"{said or 'none in this process'}; tables: {tables or 'none'}"

@@ -222,11 +222,14 @@ class Choices:
 
 @functools.cache
 def choices(device: torch.device) -> Choices:
-    """Return the choices for a device; tables are read once.
+    """Return the choices for a device; tables are read once, until `choices.cache_clear()`.
 
     Raises:
         ConfigError: if a table cannot be used, whatever device it is for.
     """
+    plain = device if device.type == "cuda" else torch.device(device.type)
+    if plain != device:
+        return choices(plain)
     name = device_name(device)
     tables = [t for t in (load_table(p) for p in table_paths()) if t.device == name]
     known: dict[tuple[str, Key, str], Config] = {}
