@@ -1,6 +1,6 @@
 """What FP8 gains and costs pi0.5 at true shape: whole routes beside bf16, actions against fp32, products and kernels alone.
 
-    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts routes,accuracy,gemms,kernels] [--budget 110]
+    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts routes,accuracy,choices,gemms,kernels] [--table FILE]
 
 The fp32 reference runs in a process of its own without Triton, on the same bf16-rounded weights; a second set of weights has
 0.1 % of all residual channels scaled by 50. Rows are written as they come; what there is no time for is a row that says so.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +28,13 @@ from torch import Tensor, nn
 
 from stretto.core.plan import whole
 from stretto.deploy.provenance import provenance
+from stretto.deploy.tune import measured, table_at
 from stretto.layers.fp8 import Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.activation import geglu
 from stretto.layers.kernels.fp8_activation import E4M3, geglu_fp8, gelu_tanh_fp8, to_fp8
 from stretto.layers.kernels.fp8_norm import layer_norm_fp8, rms_norm_fp8
 from stretto.layers.kernels.rms_norm import add_rms_norm
+from stretto.layers.tuning import device_name
 from stretto.models import pi0
 from stretto.models.pi0_fp8 import Fp8Net, observed, quantised
 from stretto.runtime.engine import Engine
@@ -317,6 +320,21 @@ def product_row(m: int, n: int, k: int, device: str, most: int) -> dict[str, Any
     return row
 
 
+def choices(report: Report, device: str, small: bool, path: Path | None) -> None:
+    """Time every way of the products whose result is coded, and write the table of the fastest."""
+    where = torch.device(device)
+    shapes = [("fp8_linear_geglu", (m, 2048, 16384)) for m in (968, 3872, 30976)]
+    shapes += [("fp8_linear_gelu", (m, 1152, 4304)) for m in (768, 3072, 24576)] + [("fp8_linear_geglu", (1600, 1024, 4096))]
+    shapes = [("fp8_linear_geglu", (8, 64, 64)), ("fp8_linear_gelu", (8, 64, 64))] if small else shapes
+    end = report.begun + report.budget_s
+    table = table_at(path, device_name(where)) if path is not None else None
+    for row, entry in measured([(op, key, "float8_e4m3fn") for op, key in shapes], where, end):
+        report.add("choices", dict(row))
+        if entry is not None and table is not None and path is not None:
+            table = table.merged(replace(table, entries=(entry,)))
+            table.save(path)
+
+
 def kernels(report: Report, device: str, small: bool) -> None:
     """Time what writes e4m3, beside its bf16 counterpart."""
     one = torch.full((1,), 40.0, device=device)
@@ -348,7 +366,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--family", default="pi05", choices=("pi05", "pi0"))
-    parser.add_argument("--parts", default="routes,accuracy,gemms,kernels")
+    parser.add_argument("--parts", default="routes,accuracy,choices,gemms,kernels")
+    parser.add_argument("--table", type=Path, help="table of choices to write, or to go on with")
     parser.add_argument("--batches", default="1,4,32")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds")
     parser.add_argument("--small", action="store_true", help="tiny dimensions, to try the script on a CPU")
@@ -362,6 +381,7 @@ def main() -> None:
     run = {
         "routes": lambda: routes(report, args.family, args.device, args.small, batches),
         "accuracy": lambda: accuracy(report, args.family, args.device, args.small),
+        "choices": lambda: choices(report, args.device, args.small, args.table),
         "gemms": lambda: gemms(report, args.device, args.small),
         "kernels": lambda: kernels(report, args.device, args.small),
     }

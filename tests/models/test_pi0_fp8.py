@@ -116,11 +116,11 @@ def test_new_weights_are_coded_in_place_and_are_what_runs_next() -> None:
     view = quantised(model.module, scales, expert_rows=0)
     model.run_on(view)
     layers = [layer for layer in view.readers.values() if isinstance(layer, Fp8Linear)]
-    places = [(layer.codes_NK.data_ptr(), layer.weight_scale.data_ptr()) for layer in layers]
+    places = [(layer.codes_NK.data_ptr(), layer.scales[1].data_ptr()) for layer in layers]
     before = actions(model, inputs, (0,))
     other.randomize(seed=1)
     update_weights(model, other.weight_map().views.items(), complete=True)
-    assert places == [(layer.codes_NK.data_ptr(), layer.weight_scale.data_ptr()) for layer in layers]
+    assert places == [(layer.codes_NK.data_ptr(), layer.scales[1].data_ptr()) for layer in layers]
     other.run_on(quantised(other.module, scales, expert_rows=0))
     after = actions(model, inputs, (0,))
     np.testing.assert_array_equal(after, actions(other, inputs, (0,)))

@@ -13,7 +13,7 @@ Shape legend: ... any leading axes, M rows of the product, K inputs, N outputs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 from stretto.core.errors import ConfigError
 from stretto.layers.kernels.activation import geglu, gelu_tanh
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
-from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, geglu_fp8, gelu_tanh_fp8, to_fp8, to_fp8_reference
+from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
+from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
 from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -45,8 +46,11 @@ class Reader(Protocol):
     def ada_normed(
         self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
     ) -> tuple[Tensor, Tensor]: ...
-    def geglu(self, gate_up: Tensor) -> Tensor: ...
-    def gelu(self, x: Tensor) -> Tensor: ...
+    def geglu_of(self, before: Any, x: Tensor) -> Tensor:
+        """Return, as this layer reads it, the GeGLU of what the layer before makes of x."""
+        ...
+
+    def gelu_of(self, before: Any, x: Tensor) -> Tensor: ...
     def plain(self, x: Tensor) -> Tensor: ...
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [..., N] in the weight's dtype."""
@@ -75,19 +79,17 @@ class Fp8Linear:
             raise ConfigError(f"fp8 scale of {name}", got=input_max, expected="a finite number above 0")
         self.name, self.weight_NK, self.bias_N = name, weight_NK, bias_N
         device = weight_NK.device
-        self.native = fp8_chip(device)
-        if self.native:
+        if fp8_chip(device):
             _check_shape(name, weight_NK)
         self.codes_NK = torch.empty(weight_NK.shape, dtype=E4M3, device=device)
-        self.weight_scale = torch.ones((), device=device)
-        self.input_scale = torch.full((), input_max * headroom / E4M3_MAX, device=device)
+        self.scales = (torch.full((), input_max * headroom / E4M3_MAX, device=device), torch.ones((), device=device))
         self.multiplier = torch.full((1,), E4M3_MAX / (input_max * headroom), device=device)
 
     @torch.no_grad()
     def refresh(self) -> None:
         weight = self.weight_NK.detach()
         scale = (weight.abs().amax().float() / E4M3_MAX).clamp_min(1e-12)
-        self.weight_scale.copy_(scale)
+        self.scales[1].copy_(scale)
         self.codes_NK.copy_(to_fp8_reference(weight, 1.0 / scale))
 
     @property
@@ -107,30 +109,18 @@ class Fp8Linear:
     ) -> tuple[Tensor, Tensor]:
         return ada_rms_norm_fp8(residual, y, gated_by, normed_by, self.multiplier, eps)
 
-    def geglu(self, gate_up: Tensor) -> Tensor:
-        return geglu_fp8(gate_up, self.multiplier)
+    def geglu_of(self, before: Fp8Linear, x: Tensor) -> Tensor:
+        return fp8_linear_geglu(x, before.codes_NK, before.scales, self.multiplier)
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return gelu_tanh_fp8(x, self.multiplier)
+    def gelu_of(self, before: Fp8Linear, x: Tensor) -> Tensor:
+        assert before.bias_N is not None
+        return fp8_linear_gelu(x, before.codes_NK, before.bias_N, before.scales, self.multiplier)
 
     def plain(self, x: Tensor) -> Tensor:
         return to_fp8(x, self.multiplier)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.native:
-            product = linear(x.float(), self.codes_NK.float()) * (self.input_scale * self.weight_scale)
-            product = product if self.bias_N is None else product + self.bias_N.float()
-            return product.to(self.weight_NK.dtype)
-        product_MN = torch._scaled_mm(
-            x.reshape(-1, x.shape[-1]),
-            self.codes_NK.t(),
-            self.input_scale,
-            self.weight_scale,
-            bias=self.bias_N,
-            out_dtype=self.weight_NK.dtype,
-            use_fast_accum=True,
-        )
-        return product_MN.view(*x.shape[:-1], -1)
+        return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
 
 
 class ObservedLinear:
@@ -164,11 +154,11 @@ class ObservedLinear:
             return ada_rms_norm(residual, normed_by, eps).to(self.dtype), residual
         return gated_add_ada_rms_norm(residual, y, gated_by, normed_by, eps)
 
-    def geglu(self, gate_up: Tensor) -> Tensor:
-        return geglu(gate_up)
+    def geglu_of(self, before: ObservedLinear, x: Tensor) -> Tensor:
+        return geglu(before(x))
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return gelu_tanh(x)
+    def gelu_of(self, before: ObservedLinear, x: Tensor) -> Tensor:
+        return gelu_tanh(before(x))
 
     def plain(self, x: Tensor) -> Tensor:
         return x

@@ -93,7 +93,7 @@ class Fp8Net:
             q, k, v = qkv.view(*qkv.shape[:-1], 3, block.heads, -1).unbind(2)
             y = its.out(its.out.plain(attention(q, k, v).flatten(2)))
             x, residual = its.up.layer_normed(residual, y, block.norm2.weight, block.norm2.bias, eps)
-            y = its.down(its.down.gelu(its.up(x)))
+            y = its.down(its.down.gelu_of(its.up, x))
             if i + 1 < len(blocks):
                 after = blocks[i + 1].norm1
                 x, residual = readers[i + 1].qkv.layer_normed(residual, y, after.weight, after.bias, eps)
@@ -114,7 +114,7 @@ class Fp8Net:
             q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
             y = its.out(its.out.plain(prefix_attention(q, k, v, arena.slots_B, key_mask_BP=mask_BP).flatten(2)))
             x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
-            y = its.down(its.down.geglu(its.up(x)))
+            y = its.down(its.down.geglu_of(its.up, x))
             x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)
         rotate_write(self._last_kv(x), table, *arena.layer(len(self._prefix), mask_BP.shape[1]), arena.slots_B, heads=0)
 
@@ -148,7 +148,7 @@ class Fp8Net:
             )
             y = its.out(its.out.plain(attended.flatten(2)))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
-            y = its.down(its.down.geglu(its.up(x)))
+            y = its.down(its.down.geglu_of(its.up, x))
             if i + 1 < len(readers):
                 x, residual = readers[i + 1].qkv.ada_normed(residual, y, norm(2 * i + 1), norm(2 * i + 2), eps)
         return norms.add(2 * len(readers), residual, y.float())[0]

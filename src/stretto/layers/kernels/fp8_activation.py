@@ -91,10 +91,11 @@ def _kernel(
     store_fp8(out + row * width + column, value, multiplier, column, inside, CHANNELS)
 
 
-def _launch(x: Tensor, multiplier: Tensor, *, gelu: bool, gated: bool) -> Tensor:
+def activate_into(x: Tensor, multiplier: Tensor, out: Tensor | None, *, gelu: bool = True, gated: bool = False) -> Tensor:
+    """Run the kernel; `out`, if given, is dense and has the result's shape."""
     x = x.contiguous()
     width = x.shape[-1] // (2 if gated else 1)
-    out = torch.empty(*x.shape[:-1], width, dtype=E4M3, device=x.device)
+    out = torch.empty(*x.shape[:-1], width, dtype=E4M3, device=x.device) if out is None else out
     block, overlap = min(block_of(width), MAX_BLOCK), overlaps(x)
     _kernel[(out.numel() // width, cdiv(width, block))](
         x, out, multiplier, width, GELU=gelu, GATED=gated, CHANNELS=multiplier.numel() > 1, BLOCK=block,
@@ -104,15 +105,15 @@ def _launch(x: Tensor, multiplier: Tensor, *, gelu: bool, gated: bool) -> Tensor
 
 
 def to_fp8_triton(x: Tensor, multiplier: Tensor) -> Tensor:
-    return _launch(x, multiplier, gelu=False, gated=False)
+    return activate_into(x, multiplier, None, gelu=False)
 
 
 def geglu_fp8_triton(gate_up: Tensor, multiplier: Tensor) -> Tensor:
-    return _launch(gate_up, multiplier, gelu=True, gated=True)
+    return activate_into(gate_up, multiplier, None, gated=True)
 
 
 def gelu_tanh_fp8_triton(x: Tensor, multiplier: Tensor) -> Tensor:
-    return _launch(x, multiplier, gelu=True, gated=False)
+    return activate_into(x, multiplier, None)
 
 
 to_fp8 = FusedOp(to_fp8_reference, to_fp8_triton, on_fp8_chip)
