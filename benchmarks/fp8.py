@@ -1,6 +1,6 @@
 """What FP8 gains and costs pi0.5 at true shape: whole routes beside bf16, actions against fp32, products and kernels alone.
 
-    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts routes,accuracy,choices,gemms,kernels] [--table FILE]
+    python benchmarks/fp8.py --out benchmarks/results/fp8_h200.json [--parts routes,accuracy,...] [--table FILE]
 
 The fp32 reference runs in a process of its own without Triton, on the same bf16-rounded weights; a second set of weights has
 0.1 % of all residual channels scaled by 50. Rows are written as they come; what there is no time for is a row that says so.
