@@ -1,0 +1,77 @@
+"""Devices whose host launches batches ahead of the one that runs."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import pool, toy
+
+from stretto.core.errors import PlanError
+from stretto.core.plan import Plan
+from stretto.sched.bounds import plan_bound
+from stretto.sched.check import check_plan
+from stretto.sched.outcome import Outcome
+from stretto.sched.plans import by_block, by_stage, by_step, whole
+from stretto.sched.profile import Profile
+from stretto.sched.sim_state import Load, StreamRun, Weather
+from stretto.sched.simulator import Simulation
+
+
+def run(profile: Profile, plan: Plan, ahead: int, streams: int = 1, chunks: int = 40) -> Outcome:
+    runs = [StreamRun(f"s{i}", "m", chunks=chunks, start_s=0.001 * i) for i in range(streams)]
+    return Simulation({"m": Load(plan, profile)}, runs, weather=Weather(ahead=ahead), trace=True).run(math.inf)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(1, 6),
+    steps=st.integers(1, 4),
+    count=st.integers(1, 4),
+    ahead=st.integers(0, 3),
+    streams=st.integers(1, 3),
+    cap=st.integers(1, 4),
+    kind=st.sampled_from([by_block, by_stage, by_step]),
+)
+def test_no_chunk_is_sooner_than_its_work_and_no_interval_below_the_bound(
+    blocks: int, steps: int, count: int, ahead: int, streams: int, cap: int, kind: object
+) -> None:
+    profile = toy(blocks, steps, fixed_s=0.004)
+    try:
+        plan = replace(kind(profile, pool(count), batch_cap=cap), in_flight=3)  # type: ignore[operator]
+    except PlanError:
+        return
+    outcome = run(profile, plan, ahead, streams)
+    for stream in outcome.streams:
+        assert [chunk for chunk, _, _ in stream.done] == list(range(40))
+        assert min(stream.responses_s()) >= profile.work_s - 1e-9
+        span = stream.done[-1][2] - stream.done[0][2]
+        assert span / 39 >= plan_bound(profile, plan).interval_s * (1 - 3 / 40) - 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(ahead=st.integers(0, 3), streams=st.integers(1, 4), cap=st.integers(1, 4))
+def test_a_device_never_runs_two_batches_at_once(ahead: int, streams: int, cap: int) -> None:
+    profile = toy(6, 2, fixed_s=0.003)
+    outcome = run(profile, replace(by_block(profile, pool(2), batch_cap=cap, quantum=2), in_flight=2), ahead, streams)
+    assert outcome.trace is not None
+    for device in ("gpu:0", "gpu:1"):
+        mine = sorted((x for x in outcome.trace if x.device == device), key=lambda x: x.begin_s)
+        assert all(b.begin_s >= a.end_s - 1e-12 for a, b in itertools.pairwise(mine))
+
+
+def test_what_is_launched_ahead_does_not_see_who_comes_later() -> None:
+    """Two streams alternate on one device: chosen when it is free they share batches, chosen ahead they miss each other."""
+    profile = toy(2, 4, fixed_s=0.1, per_row_s=0.001)
+    plan = replace(whole(profile, pool(1)[0], quantum=1, batch_cap=2), in_flight=1, dispatch="oldest_chunk_first")
+    late, free = run(profile, plan, 1, streams=2), run(profile, plan, 0, streams=2)
+    assert max(len(launch.chunks) for launch in free.trace or ()) == 2
+    assert late.streams[0].interval_s(1.0) >= free.streams[0].interval_s(1.0)
+
+
+def test_a_plan_with_negative_launches_ahead_is_refused() -> None:
+    profile = toy()
+    with pytest.raises(PlanError, match="ahead: got -1"):
+        check_plan(profile, replace(whole(profile, pool(1)[0]), ahead=-1))
