@@ -140,6 +140,7 @@ def _tune(args: Args) -> int:
         ),
         device=args.device,
         dtype=args.dtype,
+        precision=args.precision,
         out=args.out,
     )
     result = tune_model(options, lambda row: None if args.json else _show_choice(row))

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from stretto.core.errors import ConfigError
 from stretto.deploy.bench import sized_inputs
+from stretto.deploy.calibration import calibrate_at_random
 from stretto.deploy.device import resolve_device, resolve_dtype
 from stretto.deploy.models import build_preset
+from stretto.deploy.precision import check_precision, use_fp8
 from stretto.deploy.profile import SAMPLE
 from stretto.deploy.provenance import commit
 from stretto.deploy.worlds import NAMES, RandomWorld, config_of
@@ -56,6 +58,8 @@ class TuneOptions:
     seconds: float = 120.0
     device: str = "auto"
     dtype: str = "auto"
+    precision: str = "dtype"
+    """Policies: tune the products of FP8 too, at the shapes that it runs."""
     out: Path | None = None
     worlds: tuple[Mapping[str, Any], ...] = ({},)
     """World models: changes to the configuration, such as `frames_per_chunk`; the shapes of each are tuned."""
@@ -123,7 +127,10 @@ def wanted_by(options: TuneOptions, device: torch.device, dtype: str) -> list[Wa
 
 
 def _run_policy(options: TuneOptions, device: torch.device, dtype: str) -> None:
+    check_precision(options.precision, device, dtype)
     model: Any = build_preset(options.model, device=str(device), dtype=dtype)
+    if options.precision != "dtype":
+        use_fp8(model, calibrate_at_random(model, str(device), count=1))
     buckets = model.buckets[0]
     prompts = reversed(buckets.lengths) if options.prompt is None else (buckets.fit(options.prompt),)
     for prompt, batch in itertools.product(prompts, options.batches):
