@@ -15,6 +15,7 @@ from stretto.layers.kernels import gated_add, layer_norm, modulated_layer_norm, 
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import Level, WanConfig, tiny_config
 from stretto.models.wan_net import Block
+from stretto.models.wan_products import PlainProducts
 from stretto.models.wan_stages import HeadStage
 from stretto.models.wan_weights import detect
 from stretto.runtime.weights import update_weights
@@ -105,15 +106,15 @@ def masked_forward(model: WanModel, copies: list[Tensor], levels_F: Tensor, cont
     for block in net.blocks:
         assert isinstance(block, Block)
         shift1, scale1, gate1, shift2, scale2, gate2 = block.table_L6D[levels].unbind(2)
-        attn = block.self_attn
+        attn, products = block.self_attn, PlainProducts(block)
         q, k, v = attn.qkv(modulated_layer_norm(h, scale1, shift1, config.eps)).chunk(3, dim=-1)
         q, k = (rms_norm(x, (config.width,), w.weight, config.eps) for x, w in ((q, attn.norm_q), (k, attn.norm_k)))
         q, k, v = (x.unflatten(-1, (config.heads, -1)) for x in (q, k, v))
         h = gated_add(h, block.self_attn.o(attention(roped(q), roped(k), v, mask)), gate1)
         y = layer_norm(h, block.norm3.weight, block.norm3.bias, config.eps)
         k, v = block.cross_attn.keys_values(net.embed_text(context))
-        h = h + block.cross_attn.o(attention(block.cross_attn.query(y), k[None], v[None]))
-        h = gated_add(h, block.feed_forward(modulated_layer_norm(h, scale2, shift2, config.eps)), gate2)
+        h = h + block.cross_attn.o(attention(products.query(y), k[None], v[None]))
+        h = gated_add(h, products.feed_forward(modulated_layer_norm(h, scale2, shift2, config.eps)), gate2)
     return net.unpatchify(net.head(h, levels))[0]
 
 

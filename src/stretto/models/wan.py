@@ -27,6 +27,7 @@ from stretto.models.wan_config import SPECS, WanConfig, tiny_config
 from stretto.models.wan_light import LightDecoder
 from stretto.models.wan_net import DTYPES, WanNet
 from stretto.models.wan_noise import chunk_key, noise
+from stretto.models.wan_products import products_of
 from stretto.models.wan_stages import CONTEXT, PLACE, BlockStage, Clocks, EmbedStage, HeadStage
 from stretto.models.wan_vae import Decoder, DecodeStage
 from stretto.models.wan_weights import BaseWeights, weight_map
@@ -65,6 +66,9 @@ class WanModel:
             _keep_tables_in_fp32(module)
         clocks = Clocks(config)
         stages: list[Stage] = [EmbedStage(net), *(BlockStage(net, i, clocks) for i in range(config.blocks))]
+        for stage in stages:
+            if isinstance(stage, BlockStage):
+                stage.products = products_of(config, stage.block, self.device)
         stages.append(HeadStage(net, clocks))
         self.decoder = decoder
         if decoder is not None:
@@ -265,7 +269,7 @@ class WanModel:
         self.net.refresh()
         for stage in self._stages.values():
             if isinstance(stage, BlockStage):
-                stage.forget_prompts()
+                stage.refresh()
 
     def randomize(self, seed: int) -> None:
         """Fill the model with random weights of sane scale, and refresh it. A share of a model gets what the whole has."""
@@ -274,7 +278,7 @@ class WanModel:
             for name, parameter in self.net.named_parameters():
                 if parameter.is_meta:
                     continue
-                generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
+                generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
                 if "norm" in name:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif parameter.dim() == 1:

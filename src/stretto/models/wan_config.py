@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from stretto.core.errors import ConfigError
 from stretto.models.wan_actions import ActionTrack
 
 PolicyName = Literal["same_step", "last_step", "clean"]
 DecoderName = Literal["none", "vae", "light"]
+Precision = Literal["dtype", "fp8", "fp8-emulated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,9 @@ class WanConfig:
     actions: tuple[ActionTrack, ...] = ()
     decoder: DecoderName = "none"
     dtype: str = "bfloat16"
+    precision: Precision = "dtype"
+    """Of the blocks' products. `dtype`: as the dtype says. `fp8`: e4m3 with a scale a row (a GPU of compute capability 8.9 or
+    more). `fp8-emulated`: the same numbers on any device, slowly."""
 
     policy: KVPolicy = field(init=False)
 
@@ -150,6 +154,8 @@ class WanConfig:
             raise ConfigError("freq_width", got=self.freq_width, expected="an even number")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError("dtype", got=repr(self.dtype), expected="float32, bfloat16 or float16")
+        if self.precision not in get_args(Precision):
+            raise ConfigError("precision", got=repr(self.precision), expected=f"one of {get_args(Precision)}")
         if self.kv_policy not in ("same_step", "last_step", "clean"):
             raise ConfigError("kv_policy", got=repr(self.kv_policy), expected="same_step, last_step or clean")
         names = [track.name for track in self.actions]

@@ -14,11 +14,12 @@ from torch.nn.functional import linear, silu
 
 from stretto.layers.kernels import gelu_tanh, rms_norm
 from stretto.layers.kernels.level_norm import level_layer_norm
-from stretto.layers.kernels.linear_activation import linear_gelu
 from stretto.layers.kernels.renoise import unpatchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.wan_config import WanConfig
 
+SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2 = range(6)
+"""The lines of a block's modulation."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,10 +53,6 @@ class CrossAttention(nn.Module):
         self.kv = FusedLinear(width, {"k": width, "v": width}, bias=True)
         self.o = nn.Linear(width, width)
         self.norm_q, self.norm_k = Norm(width), Norm(width)
-
-    def query(self, x_BND: Tensor) -> Tensor:
-        q = rms_norm(self.q(x_BND), self.norm_q.weight, self.eps, unit_offset=False)
-        return torch.unflatten(q, -1, (self.heads, -1))
 
     def keys_values(self, text_XD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the prompt's keys and values as [X, H, d]."""
@@ -93,12 +90,6 @@ class Block(nn.Module):
         self.modulation = nn.Parameter(torch.randn(1, 6, width) / width**0.5)
         self.actions = nn.ModuleDict({track.name: ActionAdapter(width) for track in config.actions})
         self.register_buffer("table_L6D", torch.zeros(len(config.levels) + 2, 6, width), persistent=False)
-
-    def feed_forward(self, x_BND: Tensor) -> Tensor:
-        first, second = self.ffn["0"], self.ffn["2"]
-        assert isinstance(first, nn.Linear)
-        out: Tensor = second(linear_gelu(x_BND, first.weight, first.bias))
-        return out
 
 
 class Head(nn.Module):

@@ -16,25 +16,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stretto.core.errors import ConfigError
 from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec
-from stretto.layers.kernels import layer_norm, qk_norm_rope_write
+from stretto.layers.kernels import qk_norm_rope_write
 from stretto.layers.kernels.chunk_attention import Places, chunk_attention, prefer_fastest_attention
-from stretto.layers.kernels.level_norm import (
-    add_level_layer_norm,
-    level_gated_add,
-    level_gated_add_layer_norm,
-    level_layer_norm,
-)
+from stretto.layers.kernels.level_norm import level_gated_add
 from stretto.layers.kernels.renoise import renoise
 from stretto.layers.kernels.rope_3d import rope_3d_turns
 from stretto.models.wan_config import WanConfig
-from stretto.models.wan_net import ActionAdapter, Block, WanNet
+from stretto.models.wan_net import GATE1, GATE2, ActionAdapter, Block, WanNet
+from stretto.models.wan_products import PlainProducts, Products
 from stretto.models.wan_ring import Ring
 
 CONTEXT = "context"
 PLACE = "place"
 """Which chunk this is, as data on the device: int64 (chunk, key of its noise, frames given clean)."""
-SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2 = range(6)
-"""The lines of a block's modulation."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +113,7 @@ class BlockStage:
         block = net.blocks[index]
         assert isinstance(block, Block)
         self.block, self.modules = block, (block,)
+        self.products: Products = PlainProducts(block)
         self.tracks = net.config.actions
         name = f"block.{index}"
         self.k, self.v, self.cross_k, self.cross_v = (f"{name}.{part}" for part in ("k", "v", "cross_k", "cross_v"))
@@ -138,8 +133,9 @@ class BlockStage:
             return None
         return tuple(row.state_slot for row in host)
 
-    def forget_prompts(self) -> None:
-        """Make every prompt's keys and values anew: the weights have changed."""
+    def refresh(self) -> None:
+        """Follow a change of the weights: code them anew, in place, and make every prompt's keys and values anew."""
+        self.products.refresh()
         self._prompts.clear()
 
     def prepare(self, rows: Rows) -> None:
@@ -164,45 +160,35 @@ class BlockStage:
         if not clock.history.slots:
             expected = "host rows for every real row of the batch: which state slots it reads is fixed in a capture"
             raise ConfigError("mode", got="graph, captured without rows", expected=expected)
-        levels_BF, eps = clock.levels_BF, block.eps
-        table, norm = block.table_L6D, block.norm3
-        y = level_layer_norm(h, table, levels_BF, eps, shift=SHIFT1, scale=SCALE1)
-        y = self._self_attention(rows, clock, y)
+        levels_BF, table, products = clock.levels_BF, block.table_L6D, self.products
+        y = self._self_attention(rows, clock, products.qkv(products.enter(h, levels_BF)))
         if self.tracks:
             h = self._act(rows, level_gated_add(h, y, table, levels_BF, gate=GATE1))
-            y = layer_norm(h, norm.weight, norm.bias, eps)
+            x = products.norm_for_query(h)
         else:
-            y, h = level_gated_add_layer_norm(h, y, table, levels_BF, norm.weight, norm.bias, eps, gate=GATE1)
-        y = self._cross_attention(rows, clock, y)
-        y, h = add_level_layer_norm(h, y, table, levels_BF, eps, shift=SHIFT2, scale=SCALE2)
-        rows.put("h", level_gated_add(h, block.feed_forward(y), table, levels_BF, gate=GATE2))
+            x, h = products.after_self(h, y, levels_BF)
+        k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
+        y = products.cross_out(chunk_attention(products.query(x), k, v, clock.prompt).flatten(2))
+        x, h = products.after_cross(h, y, levels_BF)
+        rows.put("h", level_gated_add(h, products.feed_forward(x), table, levels_BF, gate=GATE2))
 
-    def _self_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
+    def _self_attention(self, rows: Rows, clock: Clock, qkv_BNC: Tensor) -> Tensor:
         config, attn = self.config, self.block.self_attn
-        k_ring, v_ring = rows.arena(self.k), rows.arena(self.v)
+        k_ring, v_ring = rows.arena(self.k).flatten(1, 2), rows.arena(self.v).flatten(1, 2)
         # A page is a frame: frame by frame, a chunk may wrap around the end of the ring.
         q = qk_norm_rope_write(
-            attn.qkv(x_BND).view(-1, config.tokens_per_frame, 3 * config.width),
+            qkv_BNC.view(-1, config.tokens_per_frame, 3 * config.width),
             attn.norm_q.weight,
             attn.norm_k.weight,
             clock.turns_RT2P,
-            k_ring.flatten(1, 2),
-            v_ring.flatten(1, 2),
+            k_ring,
+            v_ring,
             clock.slots_R,
             clock.offsets_R,
             eps=config.eps,
         )
         q_BNHd = q.view(rows.size, -1, config.heads, config.head_dim)
-        out = chunk_attention(q_BNHd, k_ring.flatten(1, 2), v_ring.flatten(1, 2), clock.history)
-        projected: Tensor = attn.o(out.flatten(2))
-        return projected
-
-    def _cross_attention(self, rows: Rows, clock: Clock, x_BND: Tensor) -> Tensor:
-        attn = self.block.cross_attn
-        k, v = rows.arena(self.cross_k), rows.arena(self.cross_v)
-        out = chunk_attention(attn.query(x_BND), k, v, clock.prompt)
-        projected: Tensor = attn.o(out.flatten(2))
-        return projected
+        return self.products.self_out(chunk_attention(q_BNHd, k_ring, v_ring, clock.history).flatten(2))
 
     def _act(self, rows: Rows, x_BND: Tensor) -> Tensor:
         for track in self.tracks:
