@@ -28,7 +28,7 @@ class VisionBlock(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         qkv = dense(x, self.qkv.weight, self.qkv.bias)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = qkv.view(*qkv.shape[:-1], 3, self.heads, -1).unbind(2)
         return dense(attention(q, k, v).flatten(2), self.out.weight, self.out.bias)
 
     def mlp(self, x: Tensor) -> Tensor:
