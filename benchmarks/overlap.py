@@ -33,6 +33,14 @@ from stretto.runtime.engine import Engine
 Inputs = dict[str, np.ndarray]
 
 
+def confined(plan: Plan, share: float, device: str) -> Plan:
+    """Confine the first lane to a share of the multiprocessors, so that the second lane's kernels need not wait for its."""
+    if not device.startswith("cuda"):
+        return plan
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return replace(plan, lane_sms={device: (int(count * share) // 8 * 8, 0)})
+
+
 def two_whole(route: Route, device: str, mode: Mode) -> Plan:
     """Plan the whole route in two lanes, each for streams of its own class."""
     classes = {str(lane): (Placement(route.whole, device, lane),) for lane in (0, 1)}
@@ -48,6 +56,9 @@ def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
         ),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
+        "two lanes, the first on 76 % of the chip": confined(overlapped(route, device, mode=mode), 0.76, device),
+        "two lanes, the first on 88 % of the chip": confined(overlapped(route, device, mode=mode), 0.88, device),
+        "two lanes, the first on 64 % of the chip": confined(overlapped(route, device, mode=mode), 0.64, device),
         "two lanes, whole route in each": two_whole(route, device, mode),
     }
 
@@ -177,9 +188,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--robots", type=int, default=2)
     parser.add_argument("--cap", type=int, default=2, help="most robots in one batch")
     parser.add_argument("--prompt", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one closed loop; an open loop lasts half of it")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of one closed loop; an open loop lasts half of it")
     parser.add_argument("--p99-ms", type=float, default=18.0)
-    parser.add_argument("--rates", default="50,70,90,105,115,130", type=lambda text: [float(r) for r in text.split(",")])
+    parser.add_argument("--rates", default="50,75,95,115", type=lambda text: [float(r) for r in text.split(",")])
     return parser.parse_args()
 
 

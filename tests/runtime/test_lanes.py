@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,8 +113,18 @@ def test_the_overlapped_plan_cuts_before_the_stage_that_is_visited_again() -> No
     plan = overlapped(model.route, "cpu:0", between_visits=True)
     assert [(p.segment.start, p.lane) for p in plan.placements("default")] == [(0, 0), (1, 1), (2, 1), (3, 1)]
     assert Plan.from_json(plan.to_json()) == plan
+    confined = replace(plan, lane_sms={"cpu:0": (96, 0)})
+    assert Plan.from_json(confined.to_json()) == confined
     with pytest.raises(PlanError, match="visited more than once"):
         overlapped(ToyModel(steps=1).route, "cpu:0")
+
+
+@pytest.mark.parametrize("sms", [(8,), (8, -1), (8, 8, 8)])
+def test_parts_of_a_device_that_do_not_fit_its_lanes_are_refused(sms: tuple[int, ...]) -> None:
+    model = ToyModel()
+    plan = replace(overlapped(model.route, "cpu:0"), lane_sms={"cpu:0": sms})
+    with pytest.raises(PlanError, match="a number for each lane"):
+        plan.validate(model.route)
 
 
 def test_lanes_are_refused_for_a_model_whose_state_would_change_lanes() -> None:

@@ -61,6 +61,9 @@ class Plan:
     """Batches that the host of a GPU launches behind the one that runs. 0: each batch is chosen when the device is free, by
     what is there then, and the device waits for its launch."""
 
+    lane_sms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Device -> for each of its lanes, the multiprocessors that it is confined to; 0: it may use all. CUDA devices only."""
+
     def placements(self, stream_class: str) -> tuple[Placement, ...]:
         """Return the placements of a class.
 
@@ -114,6 +117,9 @@ class Plan:
         for device, cap in self.batch_caps.items():
             if device not in names or cap < 1:
                 raise PlanError(f"batch_caps[{device}]", got=cap, expected=f"1 or more, on one of {names}")
+        for device, sms in self.lane_sms.items():
+            if device not in names or len(sms) != self.lanes(device) or min(sms) < 0:
+                raise PlanError(f"lane_sms[{device}]", got=sms, expected=f"a number for each lane of one of {names}, 0 or more")
         for axis, sizes in self.shapes.items():
             if not sizes or min(sizes) < 1:
                 raise PlanError(f"shapes[{axis}]", got=sizes, expected="sizes of 1 or more")
@@ -156,6 +162,7 @@ class Plan:
                 for name, ps in raw.pop("classes").items()
             }
             shapes = {axis: tuple(sizes) for axis, sizes in raw.pop("shapes", {}).items()}
+            raw["lane_sms"] = {device: tuple(sms) for device, sms in raw.get("lane_sms", {}).items()}
             raw["admission"] = tuple(raw.get("admission", ()))
             return Plan(devices=devices, classes=classes, shapes=shapes, **raw)
         except (TypeError, KeyError, AttributeError) as e:

@@ -31,6 +31,7 @@ from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
 from stretto.runtime.launcher import Depart, Launcher
 from stretto.runtime.layout import Streams, arenas_for
+from stretto.runtime.partition import LaneStreams
 from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.staging import Staging
 from stretto.runtime.ways import Ways, ways_of
@@ -70,9 +71,14 @@ class Executor:
         ways = ways or ways_of(model, plan)
         self.arenas = arenas_for(model, plan, device_name, self.device, slots=slots, streams=streams, ways=ways)
         self._staging = Staging(self.arenas.layout, pin=self.device.type == "cuda", keep=slots)
-        self._can = Repertoire(model, plan, ways, device_name, self.arenas)
         count = plan.lanes(device_name)
-        self._lanes = [Lane(i, self.device, alone=count == 1, clock=clock, ahead=plan.ahead) for i in range(count)]
+        sms = plan.lane_sms.get(device_name, (0,) * count)
+        several = self.device.type == "cuda" and (count > 1 or any(sms))
+        own = LaneStreams(self.device, sms) if several else None
+        self._can = Repertoire(model, plan, ways, device_name, self.arenas, own)
+        self._lanes = [
+            Lane(i, self.device, clock=clock, stream=own.new(i) if own else None, ahead=plan.ahead) for i in range(count)
+        ]
         self._desk = Desk(
             model, plan, device_name, self.arenas, self._can, self._lanes, ways=ways, fail=self._lose, clock=clock
         )

@@ -18,12 +18,14 @@ _CAPTURING = threading.Lock()  # torch takes one capture at a time in a process,
 class Graphs:
     """What the captured graphs of one lane of a device share: memory pool, capture stream, and the count of captures.
 
-    Graphs of one pool must not run at the same time. Kernels keep the stream priority that they were captured with.
+    Graphs of one pool must not run at the same time. Kernels keep the priority, and the part of the device, of the
+    stream that they were captured on.
     """
 
-    def __init__(self, device: torch.device | None = None, *, priority: int = 0) -> None:
+    def __init__(self, device: torch.device | None = None, stream: torch.cuda.Stream | None = None) -> None:
+        """Make an empty set; `stream` is the one to capture on, a new one by default."""
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.captures = 0
         # The allocator forgets a pool once no graph uses it, and a later capture into it fails: this one always does.
         self._keeper = torch.cuda.CUDAGraph()

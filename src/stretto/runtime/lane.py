@@ -23,14 +23,20 @@ _WAITED_S = 50e-6  # waiting for longer than this, the host met the end of a bat
 class Lane:
     """What waits for one lane, what it is given, and how far it has come."""
 
-    def __init__(self, number: int, device: torch.device, *, alone: bool, clock: Callable[[], float], ahead: int = 1) -> None:
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        *,
+        clock: Callable[[], float],
+        stream: torch.cuda.Stream | None = None,
+        ahead: int = 1,
+    ) -> None:
+        """Make one; without a stream of its own it uses the device's default stream."""
         self.number, self.device = number, device
         self._most = 1 + ahead
         """Launches queued on the device before the host waits for the oldest."""
-        self._clock = clock
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not alone:
-            self._stream = torch.cuda.Stream(device, priority=-number)  # type: ignore[no-untyped-call]
+        self._clock, self._stream = clock, stream
         self.driver = threading.Lock()
         """Held by the one thread that gives work to this lane."""
         self.waiting: list[Flow] = []

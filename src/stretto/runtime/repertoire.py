@@ -13,6 +13,7 @@ from stretto.runtime.costs import measure, progress
 from stretto.runtime.crowd import Crowd
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
+from stretto.runtime.partition import LaneStreams
 from stretto.runtime.program import Graphs, Program, batch_buckets
 from stretto.runtime.ways import MAIN, OnRoute, Ways
 from stretto.sched.dispatch import Limits
@@ -32,14 +33,17 @@ class Entry(NamedTuple):
 class Repertoire:
     """The kinds of task that a plan puts on a device, numbered in the order of the plan."""
 
-    def __init__(self, model: Model, plan: Plan, ways: Ways, name: str, arenas: Arenas) -> None:
+    def __init__(
+        self, model: Model, plan: Plan, ways: Ways, name: str, arenas: Arenas, streams: LaneStreams | None = None
+    ) -> None:
         self._name, self._ways = name, ways
         self._device = arenas.device
         self.slowed: dict[tuple[str, ...], float] = {}
         """Stages that run as one task -> how many times longer they take beside another lane; known once measured."""
         self._on = {route: model if route == MAIN else OnRoute(model, r) for route, r in ways.routes.items()}
         # Graphs that share a memory pool must not run at the same time, so each lane has its own.
-        self._graphs = {n: Graphs(self._device, priority=-n) for n in range(plan.lanes(name)) if plan.mode == "graph"}
+        lanes = range(plan.lanes(name)) if plan.mode == "graph" else ()
+        self._graphs = {n: Graphs(self._device, streams.new(n) if streams else None) for n in lanes}
         self._programs: dict[Kind, Program] = {}
         self._places: dict[tuple[str, Placement], Kind] = {}
         for route, p in ways.on(name):
