@@ -15,6 +15,8 @@ from stretto.layers.kernels.fp8_activation import E4M3, geglu_fp8, gelu_tanh_fp8
 from stretto.layers.kernels.fp8_linear import _inputs, fp8_linear_geglu, fp8_linear_gelu, run_geglu, run_gelu
 from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
 from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.linear_rope import rotary_table
+from stretto.layers.kernels.rotate_write import rotate_write
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -29,7 +31,7 @@ def test_every_fp8_kernel_agrees_with_its_reference_in_the_interpreter() -> None
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "16 passed, 1 skipped" in run.stdout, run.stdout  # a run that skips them all proves nothing
+    assert "18 passed, 1 skipped" in run.stdout, run.stdout  # a run that skips them all proves nothing
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -117,3 +119,16 @@ def test_modulated_norm(rows: str) -> None:
 
 def to_code(residual: Tensor, modulation: Modulation, m: Tensor) -> Tensor:
     return ada_rms_norm_fp8.reference(residual, None, None, modulation, m, 1e-6)[0]
+
+
+@kernel_test
+@pytest.mark.parametrize("heads", [0, 3])
+def test_rotated_heads_in_their_arena(heads: int) -> None:
+    batch, tokens, kv_heads, width = 2, 5, 1, 16
+    qkv = normal(batch, tokens, (heads + 2 * kv_heads) * width, dtype=torch.float32)
+    table = rotary_table.reference(torch.arange(batch * tokens, device=DEVICE).view(batch, tokens), width, 1e4)
+    slots = torch.tensor([2, 0], device=DEVICE)
+    arenas = [torch.zeros(2, 3, 7, kv_heads, width, device=DEVICE) for _ in range(2)]
+    got = rotate_write.kernel(qkv, table, *arenas[0], slots, heads=heads)
+    torch.testing.assert_close(got, rotate_write.reference(qkv, table, *arenas[1], slots, heads=heads))
+    torch.testing.assert_close(arenas[0], arenas[1])
