@@ -187,7 +187,7 @@ def on_time(row: Mapping[str, Any], scenes: Scenes, takt: float) -> dict[tuple[s
 def judge(rows: Sequence[dict[str, Any]], takt: float) -> None:
     """Add to each row who was on time, and how that compares with `naive` in the same scenes."""
     scenes = needed(rows)
-    naive = {r["delay"]: on_time(r, scenes, takt) for r in rows if r["mode"] == "naive"}
+    naive = {r["delay"]: r for r in rows if r["mode"] == "naive"}
     for r in rows if scenes else ():
         done = on_time(r, scenes, takt)
         r["on_time"] = round(sum(done.values()) / max(1, len(done)), 4)
@@ -196,9 +196,17 @@ def judge(rows: Sequence[dict[str, Any]], takt: float) -> None:
         ratios = [steps / scenes[task, seed] for task, seed, _, steps in r["runs"] if (task, seed) in scenes]
         r["steps_over_needed_median"] = round(float(np.median(ratios)), 4)
         if (other := naive.get(r["delay"])) is not None and r["mode"] != "naive":
-            pairs = [(done[scene], other[scene]) for scene in done.keys() & other.keys()]
-            r["only_this_on_time"], r["only_naive_on_time"] = pairs.count((True, False)), pairs.count((False, True))
-            r["sign_test_p"] = round(sign_test(r["only_this_on_time"], r["only_naive_on_time"]), 5)
+            r["against_naive"] = {
+                "on_time": split(done, on_time(other, scenes, takt)),
+                "in_the_end": split(*({(t, s): ok for t, s, ok, _ in row["runs"]} for row in (r, other))),
+            }
+
+
+def split(mine: Mapping[Any, bool], theirs: Mapping[Any, bool]) -> dict[str, float]:
+    """Return in how many scenes only one of two was good, and how likely a split like this is by chance."""
+    pairs = [(mine[scene], theirs[scene]) for scene in mine.keys() & theirs.keys()]
+    wins, losses = pairs.count((True, False)), pairs.count((False, True))
+    return {"scenes": len(pairs), "only_this": wins, "only_naive": losses, "p": round(sign_test(wins, losses), 6)}
 
 
 def sign_test(wins: int, losses: int) -> float:
@@ -345,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             rows.append(run_condition(policy, mode, delay, settings, options.execute, held))
             judge(rows, options.takt)
             save(options, rows)
-            told = ("on_time", "success_rate", "seam_step_mean", "only_this_on_time", "only_naive_on_time")
+            told = ("success_rate", "on_time", "seam_step_mean", "against_naive")
             print(
                 f"{mode}, delay {delay}: " + ", ".join(f"{name} {rows[-1][name]}" for name in told if name in rows[-1]),
                 flush=True,

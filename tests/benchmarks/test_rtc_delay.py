@@ -122,9 +122,10 @@ def test_on_time_counts_scenes_that_are_solved_without_delay_within_the_time_all
     assert plain["on_time"] == 1.0
     assert naive["on_time"] == pytest.approx(1 / 3, abs=1e-4)
     assert identity["on_time"] == 1.0
-    assert (identity["only_this_on_time"], identity["only_naive_on_time"]) == (2, 0)
+    assert identity["against_naive"]["on_time"] == {"scenes": 3, "only_this": 2, "only_naive": 0, "p": 0.5}
+    assert identity["against_naive"]["in_the_end"] == {"scenes": 4, "only_this": 1, "only_naive": 0, "p": 1.0}
     assert identity["on_time_by_takt"]["1.1"] == 0
-    assert "only_this_on_time" not in naive
+    assert "against_naive" not in naive
 
 
 @pytest.mark.parametrize(("wins", "losses", "p"), [(0, 0, 1.0), (1, 1, 1.0), (5, 0, 0.0625), (0, 5, 0.0625), (9, 1, 22 / 1024)])
