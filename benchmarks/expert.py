@@ -32,7 +32,8 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
-from stretto.layers.kernels.stream import Stream, close_stream, open_stream
+from stretto.layers.kernels.stream import Stream, open_stream
+from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.tuning import Table, choices, device_name, load_table
 from stretto.models import pi0
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
@@ -117,7 +118,8 @@ def kernel_checks(net: Pi0Net, batch: int, kind: str) -> dict[str, float]:
     read, starts = (stream.scaled_BRD, stream.squares_MP), torch.full((batch,), 800, dtype=torch.int32, device=device)
     attended = torch.randn(batch, c.action_horizon, dims.heads * dims.head_dim, device=device).to(dtype)
     add = attended, block.out.weight, residual, first, second, dtype
-    close = open_stream.reference(residual, second, torch.float32)[1:]
+    last = open_stream.reference(residual, second, torch.float32)[1:]
+    x = torch.randn(batch, c.action_horizon, c.action_dim, device=device)
     shape = {**block.rotary, "eps": eps}
 
     def both(op: FusedOp[Any, Any], *args: Any, **named: Any) -> float:
@@ -128,7 +130,8 @@ def kernel_checks(net: Pi0Net, batch: int, kind: str) -> dict[str, float]:
         "norm_qkv": both(norm_qkv, *read, block.qkv.weight, first, starts, **shape),
         "gated_linear": both(gated_linear, *add),
         "norm_geglu": both(norm_geglu, *read, block.gate_up.weight, first, eps),
-        "close_stream": both(close_stream, *close, second, eps),
+        "enter_stream": both(enter_stream, x, net.action_in.weight, net.action_in.bias, first, dtype),
+        "leave_stream": both(leave_stream, *last, second, net.action_out.weight, net.action_out.bias, eps),
     }
 
 

@@ -13,7 +13,8 @@ from stretto.layers.kernels.attention import prefix_attention
 from stretto.layers.kernels.gated_linear import SplitTiling, counters_needed, gated_linear
 from stretto.layers.kernels.norm_linear import PairTiling, norm_geglu, norm_qkv
 from stretto.layers.kernels.split_attention import Keys, Tiling, split_attention
-from stretto.layers.kernels.stream import Stream, close_stream, open_stream
+from stretto.layers.kernels.stream import Stream, normed_reference, open_stream
+from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -61,13 +62,26 @@ def same_stream(got: Stream, want: Stream) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_opens_and_closes_as_the_norm_it_stands_for(kind: str) -> None:
+def test_a_stream_opens_as_the_norm_it_stands_for(kind: str) -> None:
     b, t, width = 3, 5, 48
     residual, norm = normal(0, b, t, width), modulation(kind, 1, b, t, width)
     got = open_stream.kernel(residual, norm, torch.float32)
     same_stream(got, open_stream.reference(residual, norm, torch.float32))
     want = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + EPS) * (1 + norm.parts()[0]) + norm.parts()[1]
-    agree(close_stream.kernel(got.scaled_BRD, got.squares_MP, norm, EPS), want)
+    agree(normed_reference(got.scaled_BRD, got.squares_MP, norm, EPS), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("b", "t"), [(3, 5), (2, 70)])
+def test_a_stream_is_entered_and_left_through_small_projections(kind: str, b: int, t: int) -> None:
+    width, channels = 256, 11
+    x, weight, bias = normal(0, b, t, channels), normal(1, width, channels), normal(2, width)
+    norm = modulation(kind, 3, b, t, width)
+    got = enter_stream.kernel(x, weight, bias, norm, torch.float32)
+    same_stream(got, enter_stream.reference(x, weight, bias, norm, torch.float32))
+    read = got.scaled_BRD, got.squares_MP
+    out = normal(4, channels, width), normal(5, channels)
+    agree(leave_stream.kernel(*read, norm, *out, EPS), leave_stream.reference(*read, norm, *out, EPS))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,8 @@ from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
 from stretto.layers.kernels.rope import rope
-from stretto.layers.kernels.stream import close_stream, open_stream
+from stretto.layers.kernels.stream import Stream, open_stream
+from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import GemmaDims, Pi0Config
 from stretto.models.pi0_vision import VisionTower
@@ -215,8 +216,6 @@ class Expert(nn.Module):
 
     def forward(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
         """Return the normed last hidden states in fp32, [B, S, D]."""
-        if self._streams(residual_BSD):
-            return self._streamed(residual_BSD, norms, prefix)
         tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
         positions_BS = prefix.suffix_start_B[:, None] + tokens
         residual, blocks = residual_BSD, self._layers()
@@ -228,11 +227,14 @@ class Expert(nn.Module):
             x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x
 
-    def _streamed(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
-        """Run the same layers with norms folded into the products behind them, and sums into those before."""
-        stream, blocks, eps = open_stream(residual_BSD, norms.lines(0), self.dtype), self._layers(), norms.eps
-        batch, tokens, width = residual_BSD.shape
-        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=residual_BSD.device)
+    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
+        """Run the same layers with norms folded into the products behind them, and sums into those before.
+
+        The result's scaled rows are in fp32, for what comes after the last norm.
+        """
+        blocks, eps = self._layers(), norms.eps
+        batch, tokens, width = stream.residual_BTD.shape
+        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=stream.residual_BTD.device)
         for i, block in enumerate(blocks):
             first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
             read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
@@ -243,7 +245,14 @@ class Expert(nn.Module):
             y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
             dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
             stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
-        return close_stream(stream.scaled_BRD, stream.squares_MP, norms.lines(2 * len(blocks)), eps)
+        return stream
+
+    def streams(self, x_BSA: Tensor) -> bool:
+        """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""
+        (batch, tokens), dims = x_BSA.shape[:2], self._layers()[0].dims
+        few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
+        runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
+        return few and runs and not torch.is_grad_enabled()
 
     def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor, counters: Tensor | None = None) -> Tensor:
         return prefix_attention(
@@ -261,13 +270,6 @@ class Expert(nn.Module):
 
     def _layers(self) -> list[GemmaBlock]:
         return [b for b in self.blocks if isinstance(b, GemmaBlock)]
-
-    def _streams(self, residual_BSD: Tensor) -> bool:
-        """Tell whether the kernels of few rows run this call. Those without gradients do."""
-        (batch, tokens, width), dims = residual_BSD.shape, self._layers()[0].dims
-        few = batch * tokens <= self.few_rows and fits_few_rows(tokens, width, dims.mlp, dims.head_dim)
-        runs = implementation(norm_qkv, residual_BSD.device) == "triton" and self.dtype.itemsize == 2
-        return few and runs and not torch.is_grad_enabled()
 
 
 class TimeCondition(nn.Module):
@@ -355,24 +357,44 @@ class Pi0Net(nn.Module):
             state_BW: the robot's state, for pi0.
             expert: runs in place of `self.expert`.
         """
-        expert = expert or self.expert
-        x = self.action_in(x_BHA.float())
+        norms = self.norms_of(condition)
+        if expert is None and self.expert.streams(x_BHA):
+            return self._streamed_velocity(x_BHA, condition, norms, prefix, state_BW)
+        ada = self.config.family == "pi05"
+        x = self.action_in(x_BHA.float()) if ada else self._suffix(x_BHA, condition, state_BW)
+        hidden_BSD = (expert or self.expert)(x, norms, prefix)
+        out: Tensor = self.action_out(hidden_BSD[:, -self.config.action_horizon :])
+        return out
+
+    def norms_of(self, condition: Condition) -> ExpertNorms:
         if self.config.family == "pi05":
-            return self._actions(expert(x, AdaNorms(condition, self.config.norm_eps), prefix))
+            return AdaNorms(condition, self.config.norm_eps)
+        return PlainNorms(self.norms, self.config.norm_eps)
+
+    def _suffix(self, x_BHA: Tensor, condition: Condition, state_BW: Tensor | None) -> Tensor:
+        """Return the suffix tokens of pi0: the state, then actions mixed with flow time."""
+        assert state_BW is not None, "pi0 reads the state in every denoise step"
         share = condition.table if condition.rows is None else condition.table[condition.rows]
         share = share[:, None] if share.dim() == 2 else share
+        x = self.action_in(x_BHA.float())
         x = self.time_mlp_out(silu(linear(x, self.time.mlp_in.weight[:, : x.shape[-1]]) + share))
-        assert state_BW is not None, "pi0 reads the state in every denoise step"
-        x = torch.cat((self.state_in(state_BW.float())[:, None], x), dim=1)
-        return self._actions(expert(x, PlainNorms(self.norms, self.config.norm_eps), prefix))
+        return torch.cat((self.state_in(state_BW.float())[:, None], x), dim=1)
+
+    def _streamed_velocity(
+        self, x_BHA: Tensor, condition: Condition, norms: ExpertNorms, prefix: PrefixKV, state_BW: Tensor | None
+    ) -> Tensor:
+        first, last = norms.lines(0), norms.lines(2 * self.config.expert.depth)
+        if self.config.family == "pi05":
+            stream = enter_stream(x_BHA.float(), self.action_in.weight, self.action_in.bias, first, self.dtype)
+        else:
+            stream = open_stream(self._suffix(x_BHA, condition, state_BW), first, self.dtype)
+        stream = self.expert.streamed(stream, norms, prefix)
+        out, read = self.action_out, (stream.scaled_BRD, stream.squares_MP)
+        return leave_stream(*read, last, out.weight, out.bias, norms.eps)[:, -self.config.action_horizon :]
 
     def tabled(self, steps_B: Tensor) -> Condition:
         """Return the condition of each row's denoise step. A [B, H] index gives one a token; `denoise_steps` means t=0."""
         return Condition(self.table, steps_B)
-
-    def _actions(self, hidden_BSD: Tensor) -> Tensor:
-        out: Tensor = self.action_out(hidden_BSD[:, -self.config.action_horizon :])
-        return out
 
     def train_forward(
         self,

@@ -57,11 +57,6 @@ def normed_reference(scaled_BRD: Tensor, squares_MP: Tensor, normed_by: Modulati
     return scaled_BRD.float() * factor_BT1 + normed_by.parts()[1]
 
 
-def close_stream_reference(scaled_BRD: Tensor, squares_MP: Tensor, normed_by: Modulation, eps: float) -> Tensor:
-    """Return the last norm of a stream in the dtype of its scaled rows, [B, T, D]."""
-    return normed_reference(scaled_BRD, squares_MP, normed_by, eps).to(scaled_BRD.dtype)
-
-
 @jit
 def line_at(
     rows: tl.tensor, b: tl.tensor, t: tl.tensor, tokens: tl.tensor, INDEXED: tl.constexpr, PER_TOKEN: tl.constexpr
@@ -126,61 +121,7 @@ def open_stream_triton(residual_BTD: Tensor, normed_by: Modulation, dtype: torch
     return Stream(residual, scaled, squares)
 
 
-@jit
-def _close_kernel(
-    scaled: tl.tensor,
-    squares: tl.tensor,
-    out: tl.tensor,
-    table: tl.tensor,
-    line_stride: tl.tensor,
-    rows: tl.tensor,
-    tokens: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    INDEXED: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    CARRIED: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    await_inputs(OVERLAP)
-    row = tl.program_id(0)
-    b, t = row // tokens, row % tokens
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    total = tl.sum(tl.load(squares + row * PARTS + tl.arange(0, PARTS)), 0)
-    source = row
-    if CARRIED:
-        source = row + b
-    at = scaled + source.to(tl.int64) * WIDTH + column
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * tl.rsqrt(total / WIDTH + eps)
-    if CARRIED:
-        value += tl.load(at + (tokens - t) * WIDTH, mask=inside, other=0.0).to(tl.float32)
-    elif SHIFT:
-        line = table + line_at(rows, b, t, tokens, INDEXED, PER_TOKEN) * line_stride
-        value += tl.load(line + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
-
-
-def close_stream_triton(scaled_BRD: Tensor, squares_MP: Tensor, normed_by: Modulation, eps: float) -> Tensor:
-    batch, _, width = scaled_BRD.shape
-    (rows, parts), device = squares_MP.shape, scaled_BRD.device
-    tokens = rows // batch
-    out = torch.empty(batch, tokens, width, dtype=scaled_BRD.dtype, device=device)
-    lines, overlap = normed_by.addressing(), overlaps(scaled_BRD)
-    _close_kernel[(rows,)](
-        scaled_BRD, squares_MP, out, lines.table, lines.stride, lines.rows, tokens, eps,
-        WIDTH=width, PARTS=parts, INDEXED=lines.indexed, PER_TOKEN=lines.per_token,
-        CARRIED=carries_shift(normed_by), SHIFT=not normed_by.scale_only, BLOCK=block_of(width),
-        OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
-    )  # fmt: skip
-    return out
-
-
 open_stream = FusedOp(open_stream_reference, open_stream_triton)
-close_stream = FusedOp(close_stream_reference, close_stream_triton)
 
 
 def sample_stream(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Stream, Modulation]:
