@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 
 
 class Modulation(NamedTuple):
@@ -119,7 +120,9 @@ def _ada_rms_norm_kernel(
     NORM_PER_TOKEN: tl.constexpr,
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -161,7 +164,7 @@ def _launch(
     x: Tensor, y: Tensor, out: Tensor, total: Tensor, gated_by: Modulation, normed_by: Modulation, eps: float, *, add: bool
 ) -> None:
     batch, tokens, width = x.shape
-    gate, norm, block = gated_by.addressing(), normed_by.addressing(), block_of(width)
+    gate, norm, block, overlap = gated_by.addressing(), normed_by.addressing(), block_of(width), overlaps(x)
     _ada_rms_norm_kernel[(batch * tokens,)](
         x, y, out, total,
         gate.table, gate.stride, gate.rows,
@@ -170,7 +173,7 @@ def _launch(
         ADD=add,
         GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token, GATED=not gated_by.scale_only,
         NORM_INDEXED=norm.indexed, NORM_PER_TOKEN=norm.per_token, SHIFTED=not normed_by.scale_only,
-        BLOCK=block, num_warps=warps_of(block),
+        BLOCK=block, OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
 
 

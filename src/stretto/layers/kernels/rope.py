@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 
 
 def rope_reference(
@@ -92,7 +93,9 @@ def _rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0)
     b, t = (row // tokens).to(tl.int64), row % tokens
@@ -163,6 +166,7 @@ def _launch(
     offset: int,
 ) -> Tensor:
     batch, tokens, _ = qkv_BTC.shape
+    overlap = overlaps(qkv_BTC)
     q = torch.empty(batch, tokens, heads, head_dim, dtype=qkv_BTC.dtype, device=qkv_BTC.device)
     _rope_kernel[(batch * tokens,)](
         qkv_BTC, positions_BT, positions_BT if slots_B is None else slots_B, q, k_out, v_out,
@@ -171,7 +175,7 @@ def _launch(
         k_out.stride(0), k_out.stride(1), v_out.stride(0), v_out.stride(1), math.log2(theta),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WRITE=slots_B is not None,
         BLOCK_HEADS=block_of(heads + kv_heads), BLOCK_HALF=block_of(head_dim // 2), BLOCK_V=block_of(kv_heads * head_dim),
-        num_warps=4,
+        OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return q
 
