@@ -216,12 +216,17 @@ def single_plans(profile: Profile, devices: Sequence[Device]) -> list[Plan]:
     return [at(1, g), *(at(ring_cap(n, g, profile.max_batch), n) for n in depths)]
 
 
-def depth(profile: Profile, devices: Sequence[Device]) -> dict[str, Any]:
-    """Report one stream with a (step, block) a device: its interval, and what the depth costs in latency and state."""
+def depth_plan(profile: Profile, devices: Sequence[Device]) -> Plan:
+    """Return the plan of one stream with a (step, block) a device, deep enough that credits never set the pace."""
     plan = by_stage(profile, devices)
     bound = plan_bound(profile, plan)
-    # Hand-overs hold chunks too: with fewer credits than the whole way takes, credits would set the pace.
-    plan = replace(plan, in_flight=math.ceil(bound.response_s / bound.resource_s) + 1)
+    # Hand-overs hold chunks too.
+    return replace(plan, in_flight=math.ceil(bound.response_s / bound.resource_s) + 1)
+
+
+def depth(profile: Profile, devices: Sequence[Device]) -> dict[str, Any]:
+    """Report one stream with a (step, block) a device: its interval, and what the depth costs in latency and state."""
+    plan = depth_plan(profile, devices)
     bound = plan_bound(profile, plan)
     outcome = Simulation({"m": Load(plan, profile)}, [StreamRun("one", "m", chunks=3 * len(devices))]).run(math.inf)
     stream = outcome.streams[0]
