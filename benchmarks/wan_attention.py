@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
 from stretto.layers.kernels import level_norm
+from stretto.layers.kernels.language import block_of
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
 from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables
 from stretto.models.wan_config import SPECS
@@ -176,7 +177,7 @@ def gelu_rows(name: str, frames: int, rows: int, device: torch.device) -> Iterat
 
 
 def norm_rows(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Time the passes between products by warps a token."""
+    """Time the passes between products by block and warps a token."""
     config = SPECS[name]
     tokens, width = config.tokens_per_frame, config.width
     table = torch.randn(6, 6, width, device=device)
@@ -186,22 +187,24 @@ def norm_rows(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
         for _ in range(1 + 96 * 2**20 // (tokens * width * 8))
     ]
     kinds = {
-        "norm": lambda x, y, out, total, warps: level_norm._launch(
-            x, None, out, None, table, levels, None, 1e-6, shift=0, scale=1, warps=warps
+        "norm": lambda x, y, out, total, cut: level_norm._launch(
+            x, None, out, None, table, levels, None, 1e-6, shift=0, scale=1, cut=cut
         ),
-        "gated add, norm": lambda x, y, out, total, warps: level_norm._launch(
-            x, y, out, total, table, levels, (weight, weight), 1e-6, gate=2, warps=warps
+        "gated add, norm": lambda x, y, out, total, cut: level_norm._launch(
+            x, y, out, total, table, levels, (weight, weight), 1e-6, gate=2, cut=cut
         ),
-        "gated add": lambda x, y, out, total, warps: level_norm._launch(
-            x, y, None, total, table, levels, None, 1e-6, gate=2, warps=warps
+        "gated add": lambda x, y, out, total, cut: level_norm._launch(
+            x, y, None, total, table, levels, None, 1e-6, gate=2, cut=cut
         ),
     }
-    for (kind, launch), warps in itertools.product(kinds.items(), (2, 4, 8, 16)):
-        row: dict[str, Any] = {"case": f"{name}, {kind}", "way": f"{warps} warps"}
+    cuts = [(512, 2), (512, 1), (1024, 4), (1024, 2), (block_of(width), 16), (block_of(width), 8)]
+    cuts = [cut for cut in cuts if width % cut[0] == 0 or cut[0] > width]
+    for (kind, launch), cut in itertools.product(kinds.items(), cuts):
+        row: dict[str, Any] = {"case": f"{name}, {kind}", "way": f"blocks of {cut[0]}, {cut[1]} warps"}
 
-        def run(launch: Any = launch, warps: int = warps) -> None:
+        def run(launch: Any = launch, cut: tuple[int, int] = cut) -> None:
             for tensors in sets:
-                launch(*tensors, warps)
+                launch(*tensors, cut)
 
         try:
             row["us"] = round(seconds_of(run, 0.01) * 1e6 / len(sets), 2)

@@ -20,7 +20,7 @@ from stretto.layers.kernels.layer_norm import (
     gated_add_reference,
     modulated_layer_norm_reference,
 )
-from stretto.layers.kernels.row_codes import code_rows_reference, coded_like, store_coded
+from stretto.layers.kernels.row_codes import code_rows_reference, coded, coded_like, scale_of
 
 
 def level_layer_norm_reference(
@@ -115,34 +115,60 @@ def _level_kernel(
     CODED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Work on one token. A line below 0 is not used; NORM without SCALE takes affine weights."""
+    """Work on one token, held in registers block by block.
+
+    A line below 0 is not used; NORM without SCALE takes affine weights.
+    """
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    at = row.to(tl.int64) * WIDTH + column
-    line = table + tl.load(levels + row // frame_tokens).to(tl.int64) * (LINES * WIDTH) + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-        if GATE >= 0:
-            added *= tl.load(line + GATE * WIDTH, mask=inside, other=0.0).to(tl.float32)
-        stored = (value + added).to(total.dtype.element_ty)
-        tl.store(total + at, stored, mask=inside)
-        value = stored.to(tl.float32)
+    at = row.to(tl.int64) * WIDTH
+    line = table + tl.load(levels + row // frame_tokens).to(tl.int64) * (LINES * WIDTH)
+    values = ()
+    folded = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        value = tl.load(x + at + column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            added = tl.load(y + at + column, mask=inside, other=0.0).to(tl.float32)
+            if GATE >= 0:
+                added *= tl.load(line + GATE * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            stored = (value + added).to(total.dtype.element_ty)
+            tl.store(total + at + column, stored, mask=inside)
+            value = stored.to(tl.float32)
+        if NORM:
+            values = values + (value,)  # noqa: RUF005
+            folded += value
     if NORM:
-        if SCALE >= 0:
-            factor = 1.0 + tl.load(line + SCALE * WIDTH, mask=inside, other=0.0).to(tl.float32)
-            offset = tl.load(line + SHIFT * WIDTH, mask=inside, other=0.0).to(tl.float32)
-        else:
-            factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        centred = tl.where(inside, value - tl.sum(value, 0) / WIDTH, 0.0)
-        normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
-        normed = normed * factor + offset
+        mean = tl.sum(folded, 0) / WIDTH
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for block in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
+            inside = block * BLOCK + tl.arange(0, BLOCK) < WIDTH
+            centred = tl.where(inside, values[block] - mean, 0.0)
+            squares += centred * centred
+        inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+        normed = ()
+        peaks = tl.zeros((BLOCK,), tl.float32)
+        for block in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            inside = column < WIDTH
+            if SCALE >= 0:
+                factor = 1.0 + tl.load(line + SCALE * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+                offset = tl.load(line + SHIFT * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            else:
+                factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+                offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            value = tl.where(inside, (values[block] - mean) * inverse * factor + offset, 0.0)
+            if CODED:
+                normed = normed + (value,)  # noqa: RUF005
+                peaks = tl.maximum(peaks, tl.abs(value))
+            else:
+                tl.store(out + at + column, value.to(out.dtype.element_ty), mask=inside)
         if CODED:
-            store_coded(out + at, scales + row, normed, inside)
-        else:
-            tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+            scale = scale_of(peaks)
+            tl.store(scales + row, scale)
+            for block in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
+                column = block * BLOCK + tl.arange(0, BLOCK)
+                tl.store(out + at + column, coded(normed[block], scale), mask=column < WIDTH)
 
 
 def level_layer_norm_triton(
@@ -229,18 +255,27 @@ def _launch(
     shift: int = -1,
     scale: int = -1,
     scales: Tensor | None = None,
-    warps: int | None = None,
+    cut: tuple[int, int] | None = None,
 ) -> None:
     x, y = x.contiguous(), None if y is None else y.contiguous()
     batch, tokens, width = x.shape
     weight, bias = affine or (table, table)
-    block = block_of(width)
+    block, warps = cut or cut_of(width)
     _level_kernel[(batch * tokens,)](
         x, x if y is None else y, x if out is None else out, table if scales is None else scales, x if total is None else total,
         table.contiguous(), levels_BF.contiguous(), weight, bias, tokens // levels_BF.shape[1], eps,
         WIDTH=width, LINES=table.shape[1], GATE=gate, SHIFT=shift, SCALE=scale,
-        ADD=y is not None, NORM=out is not None, CODED=scales is not None, BLOCK=block, num_warps=warps or warps_of(block),
+        ADD=y is not None, NORM=out is not None, CODED=scales is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+
+
+def cut_of(width: int) -> tuple[int, int]:
+    """Return the channels that a token is worked on at a time, and its warps.
+
+    Few warps a token keep many tokens in flight; blocks that divide the width leave no thread idle.
+    """
+    block = next((n for n in (1024, 512, 256) if width % n == 0), block_of(width))
+    return block, warps_of(block)
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -31,39 +31,52 @@ def gelu_code_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def store_coded(codes: tl.tensor, scale_at: tl.tensor, value: tl.tensor, inside: tl.tensor) -> None:
-    """Store one row, and its scale."""
-    scale = tl.maximum(tl.max(tl.where(inside, tl.abs(value), 0.0), 0) / 448.0, 1.0e-12)
-    tl.store(scale_at, scale)
-    coded = value / scale
+def scale_of(peaks: tl.tensor) -> tl.tensor:
+    """Return the scale of a row from absolute values of which the largest counts."""
+    return tl.maximum(tl.max(peaks, 0) / 448.0, 1.0e-12)
+
+
+@jit
+def coded(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    value = value / scale
     # Two selects instead of min and max, which would lose a NaN.
-    coded = tl.where(coded > 448.0, 448.0, coded)
-    coded = tl.where(coded < -448.0, -448.0, coded)
-    tl.store(codes, coded.to(tl.float8e4nv), mask=inside)
+    value = tl.where(value > 448.0, 448.0, value)
+    value = tl.where(value < -448.0, -448.0, value)
+    return value.to(tl.float8e4nv)
 
 
 @jit
 def _code_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, width: tl.tensor, GELU: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    """Work on one row, held in registers block by block."""
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    at = row.to(tl.int64) * width + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
-        u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-        value = value / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
-    store_coded(codes + at, scales + row, value, inside)
+    at = row.to(tl.int64) * WIDTH
+    values = ()
+    peaks = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        if GELU:
+            # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
+            u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+            value = value / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
+        values = values + (value,)  # noqa: RUF005
+        peaks = tl.maximum(peaks, tl.abs(value))
+    scale = scale_of(peaks)
+    tl.store(scales + row, scale)
+    for block in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(codes + at + column, coded(values[block], scale), mask=column < WIDTH)
 
 
 def _launch(x: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     codes, scales = coded_like(x)
-    block = block_of(x.shape[-1])
-    rows = x.numel() // x.shape[-1]
-    _code_kernel[(rows,)](x, codes, scales, x.shape[-1], GELU=gelu, BLOCK=block, num_warps=warps_of(block))
+    width = x.shape[-1]
+    # At most eight blocks, so that a row fits in the registers of its threads.
+    block = min(max(block_of(width) // 8, 1024), block_of(width))
+    _code_kernel[(x.numel() // width,)](x, codes, scales, WIDTH=width, GELU=gelu, BLOCK=block, num_warps=warps_of(block))
     return codes, scales
 
 
