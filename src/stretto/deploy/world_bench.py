@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -206,7 +206,8 @@ class WorldBench:
             "output_interval_ms_p99": round(intervals.p99, 3),
             "response_latency_ms": round(latency.p50, 3),
             "response_latency_ms_p99": round(latency.p99, 3),
-            "predicted": predicted(self.profile, plan, self.case.streams),
+            # The engine admits by credits alone.
+            "predicted": predicted(self.profile, replace(plan, admission=()), self.case.streams),
             "chunks": len(chunks),
             "warm_chunks": measured.warm_chunks,
             "busy_ms": {d: round(ms, 3) for d, ms in busy.items()},
