@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.layer_norm import add_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
-from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
@@ -84,7 +83,7 @@ class Fp8Net:
         tower, eps = self.net.vision, self.net.vision.eps
         blocks = [b for b in tower.blocks if isinstance(b, VisionBlock)]
         readers = self._vision
-        x = tower.embed(patchify(images_BCRR3.flatten(0, 1), tower.patch, dtype=self.dtype))
+        x = tower.patches(images_BCRR3)
         residual = x.float() + tower.position
         first = blocks[0].norm1
         x, residual = readers[0].qkv.layer_normed(residual, None, first.weight, first.bias, eps)
@@ -100,6 +99,12 @@ class Fp8Net:
         x, _ = add_layer_norm(y, residual, tower.norm.weight, tower.norm.bias, eps)
         tokens: Tensor = tower.project(x)
         return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
+
+    def _patches(self, images_BCRR3: Tensor) -> Tensor:
+        tower: Any = self.net.vision
+        if hasattr(tower, "patches"):
+            return tower.patches(images_BCRR3)  # type: ignore[no-any-return]
+        return tower.embed(patchify(images_BCRR3.flatten(0, 1), tower.patch, dtype=self.dtype))  # type: ignore[no-any-return]
 
     def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
         """Write keys and values of every layer to the arena, as `Prefix`."""
