@@ -11,42 +11,26 @@ Source: pi0 (arXiv 2410.24164), pi0.5 (arXiv 2504.16054); checked against LeRobo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
-from stretto.layers.dispatch import implementation
-from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
-from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
-from stretto.layers.kernels.linear_activation import dense, linear_geglu
+from stretto.layers.kernels.linear_activation import dense
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
-from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
-from stretto.layers.kernels.rope import rope
-from stretto.layers.kernels.stream import Stream, open_stream
+from stretto.layers.kernels.stream import open_stream
 from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.linear import FusedLinear
-from stretto.models.pi0_config import GemmaDims, Pi0Config
+from stretto.models.pi0_config import Pi0Config
+from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, PrefixKV, RunExpert
 from stretto.models.pi0_vision import VisionTower
 
-
-@dataclass(frozen=True, slots=True)
-class PrefixKV:
-    """Keys and values of the prefix, read in place: row b's are in slot `slots_B[b]`."""
-
-    k_SNPKd: Tensor  # [slots, layers, P, K, d]
-    v_SNPKd: Tensor
-    slots_B: Tensor
-    mask_BP: Tensor
-    length_B: Tensor
-    """Keys at this index and beyond are never valid."""
-    suffix_start_B: Tensor
-    """Rotary position of the first suffix token: the number of valid prefix tokens."""
+__all__ = ["Condition", "Expert", "ExpertNorms", "GemmaBlock", "Pi0Net", "Prefix", "PrefixArena", "PrefixKV", "euler_schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +39,6 @@ class Condition:
 
     table: Tensor  # pi0.5 [..., N, 3 D]: scale, shift, gate of every norm; pi0 [..., D]: share of the time in the time MLP
     rows: Tensor | None = None
-
-
-class Rotary(TypedDict):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    theta: float
-
-
-class GemmaBlock(nn.Module):
-    """Projections of one layer. With `kv_only`, those of a layer of which nothing but keys and values is used."""
-
-    def __init__(self, dims: GemmaDims, theta: float, dtype: torch.dtype, kv_only: bool = False) -> None:
-        super().__init__()
-        self.heads, self.dims, self.theta = 0 if kv_only else dims.heads, dims, theta
-        kv = dims.kv_heads * dims.head_dim
-        parts = {"q_proj": self.heads * dims.head_dim, "k_proj": kv, "v_proj": kv}
-        self.qkv = FusedLinear(dims.width, {n: w for n, w in parts.items() if w}, dtype=dtype)
-        if not kv_only:
-            self.out = nn.Linear(dims.heads * dims.head_dim, dims.width, bias=False, dtype=dtype)
-            self.gate_up = FusedLinear(dims.width, {"gate_proj": dims.mlp, "up_proj": dims.mlp}, dtype=dtype)
-            self.down = nn.Linear(dims.mlp, dims.width, bias=False, dtype=dtype)
-
-    @property
-    def rotary(self) -> Rotary:
-        return {"heads": self.heads, "kv_heads": self.dims.kv_heads, "head_dim": self.dims.head_dim, "theta": self.theta}
-
-    def rotated(self, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return rope(self.qkv(x), positions_BT, **self.rotary)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return dense(linear_geglu(x, self.gate_up.weight), self.down.weight)
 
 
 class KeepKV(Protocol):
@@ -149,127 +101,6 @@ class Prefix(nn.Module):
                 break
             x, residual = add_rms_norm(dense(attended.flatten(2), block.out.weight), residual, self.mlp_norms[i], self.eps)
             x, residual = add_rms_norm(block.mlp(x), residual, self.attention_norms[i + 1], self.eps)
-
-
-class ExpertNorms(Protocol):
-    """The norms of the expert's residual stream, numbered in the order in which a forward meets them."""
-
-    @property
-    def eps(self) -> float: ...
-    def lines(self, index: int) -> Modulation:
-        """Return scale, shift and gate of norm `index`; the gate is that of what is added after it."""
-        ...
-
-    def first(self, residual: Tensor) -> Tensor: ...
-    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainNorms:
-    weights: nn.ParameterList
-    eps: float
-
-    def lines(self, index: int) -> Modulation:
-        return Modulation(self.weights[index][None], scale_only=True)
-
-    def first(self, residual: Tensor) -> Tensor:
-        return rms_norm(residual, self.weights[0], self.eps)
-
-    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(y, residual, self.weights[index], self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class AdaNorms:
-    """Norms whose scale and shift, and the gate of what is added before the next one, come from flow time."""
-
-    condition: Condition
-    eps: float
-
-    def lines(self, index: int) -> Modulation:
-        return Modulation(self.condition.table[..., index, :], self.condition.rows)
-
-    def first(self, residual: Tensor) -> Tensor:
-        return ada_rms_norm(residual, self.lines(0), self.eps)
-
-    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return gated_add_ada_rms_norm(residual, y, self.lines(index - 1), self.lines(index), self.eps)
-
-
-RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
-
-
-class Expert(nn.Module):
-    """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
-
-    few_rows = 512
-    """Up to this many suffix tokens in all, layers run as five kernels around products of few rows."""
-
-    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        # The state token comes first and does not see the actions.
-        self.lead = config.suffix_tokens - config.action_horizon
-        self.blocks = nn.ModuleList(GemmaBlock(config.expert, config.rope_theta, dtype) for _ in range(config.expert.depth))
-
-    def forward(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
-        """Return the normed last hidden states in fp32, [B, S, D]."""
-        tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
-        positions_BS = prefix.suffix_start_B[:, None] + tokens
-        residual, blocks = residual_BSD, self._layers()
-        x = norms.first(residual).to(self.dtype)
-        for i, block in enumerate(blocks):
-            q, k, v = block.rotated(x, positions_BS)
-            x, residual = norms.add(2 * i + 1, residual, block.out(self._attend(i, prefix, q, k, v)))
-            y = block.mlp(x)
-            x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
-        return x
-
-    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
-        """Run the same layers with norms folded into the products behind them, and sums into those before.
-
-        The result's scaled rows are in fp32, for what comes after the last norm.
-        """
-        blocks, eps = self._layers(), norms.eps
-        batch, tokens, width = stream.residual_BTD.shape
-        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=stream.residual_BTD.device)
-        for i, block in enumerate(blocks):
-            first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
-            read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
-            qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
-            q, k, v = torch.split(qkv, heads, dim=2)
-            y = self._attend(i, prefix, q, k, v, counters)
-            stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
-            y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
-            dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
-            stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
-        return stream
-
-    def streams(self, x_BSA: Tensor) -> bool:
-        """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""
-        (batch, tokens), dims = x_BSA.shape[:2], self._layers()[0].dims
-        few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
-        runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
-        return few and runs and not torch.is_grad_enabled()
-
-    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor, counters: Tensor | None = None) -> Tensor:
-        return prefix_attention(
-            q,
-            prefix.k_SNPKd[:, layer],
-            prefix.v_SNPKd[:, layer],
-            prefix.slots_B,
-            key_mask_BP=prefix.mask_BP,
-            length_B=prefix.length_B,
-            k_suffix_BTKd=k,
-            v_suffix_BTKd=v,
-            suffix_lead=self.lead,
-            counters=counters,
-        ).flatten(2)
-
-    def _layers(self) -> list[GemmaBlock]:
-        return [b for b in self.blocks if isinstance(b, GemmaBlock)]
 
 
 class TimeCondition(nn.Module):
@@ -367,9 +198,11 @@ class Pi0Net(nn.Module):
         return out
 
     def norms_of(self, condition: Condition) -> ExpertNorms:
+        """Return the norms of the expert at a flow time."""
+        table, rows, eps = condition.table, condition.rows, self.config.norm_eps
         if self.config.family == "pi05":
-            return AdaNorms(condition, self.config.norm_eps)
-        return PlainNorms(self.norms, self.config.norm_eps)
+            return ExpertNorms(lambda i: Modulation(table[..., i, :], rows), eps)
+        return ExpertNorms(lambda i: Modulation(self.norms[i][None], scale_only=True), eps)
 
     def _suffix(self, x_BHA: Tensor, condition: Condition, state_BW: Tensor | None) -> Tensor:
         """Return the suffix tokens of pi0: the state, then actions mixed with flow time."""

@@ -1,0 +1,163 @@
+"""The expert of pi0 and pi0.5: a Gemma transformer over suffix tokens that also reads the prefix's keys and values.
+
+Small batches run as five kernels a layer: the norm is folded into the product behind it, sum and gate into the one before.
+Large ones, and calls that need gradients, run as products with fused elementwise kernels between them.
+
+Shape legend: as in pi0_net.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from stretto.layers.dispatch import implementation
+from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
+from stretto.layers.kernels.linear_activation import dense, linear_geglu
+from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
+from stretto.layers.kernels.rope import rope
+from stretto.layers.kernels.stream import Stream
+from stretto.layers.linear import FusedLinear
+from stretto.models.pi0_config import GemmaDims, Pi0Config
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKV:
+    """Keys and values of the prefix, read in place: row b's are in slot `slots_B[b]`."""
+
+    k_SNPKd: Tensor  # [slots, layers, P, K, d]
+    v_SNPKd: Tensor
+    slots_B: Tensor
+    mask_BP: Tensor
+    length_B: Tensor
+    """Keys at this index and beyond are never valid."""
+    suffix_start_B: Tensor
+    """Rotary position of the first suffix token: the number of valid prefix tokens."""
+
+
+class Rotary(TypedDict):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+
+
+class GemmaBlock(nn.Module):
+    """Projections of one layer. With `kv_only`, those of a layer of which nothing but keys and values is used."""
+
+    def __init__(self, dims: GemmaDims, theta: float, dtype: torch.dtype, kv_only: bool = False) -> None:
+        super().__init__()
+        self.heads, self.dims, self.theta = 0 if kv_only else dims.heads, dims, theta
+        kv = dims.kv_heads * dims.head_dim
+        parts = {"q_proj": self.heads * dims.head_dim, "k_proj": kv, "v_proj": kv}
+        self.qkv = FusedLinear(dims.width, {n: w for n, w in parts.items() if w}, dtype=dtype)
+        if not kv_only:
+            self.out = nn.Linear(dims.heads * dims.head_dim, dims.width, bias=False, dtype=dtype)
+            self.gate_up = FusedLinear(dims.width, {"gate_proj": dims.mlp, "up_proj": dims.mlp}, dtype=dtype)
+            self.down = nn.Linear(dims.mlp, dims.width, bias=False, dtype=dtype)
+
+    @property
+    def rotary(self) -> Rotary:
+        return {"heads": self.heads, "kv_heads": self.dims.kv_heads, "head_dim": self.dims.head_dim, "theta": self.theta}
+
+    def rotated(self, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rope(self.qkv(x), positions_BT, **self.rotary)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return dense(linear_geglu(x, self.gate_up.weight), self.down.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """The 2 depth + 1 norms of the expert's residual stream, in the order in which a forward meets them.
+
+    pi0.5's have scale and shift from flow time, pi0's a weight.
+    """
+
+    lines: Callable[[int], Modulation]
+    """Scale, shift and gate of each norm; the gate is that of what is added after it."""
+    eps: float
+
+    def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
+        return gated_add_ada_rms_norm(residual, y, self.lines(index - 1), self.lines(index), self.eps)
+
+
+RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
+
+
+class Expert(nn.Module):
+    """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
+
+    few_rows = 512
+    """Up to this many suffix tokens in all, layers run as five kernels around products of few rows."""
+
+    def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        # The state token comes first and does not see the actions.
+        self.lead = config.suffix_tokens - config.action_horizon
+        self.blocks = nn.ModuleList(GemmaBlock(config.expert, config.rope_theta, dtype) for _ in range(config.expert.depth))
+
+    def forward(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
+        """Return the normed last hidden states in fp32, [B, S, D]."""
+        tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
+        positions_BS = prefix.suffix_start_B[:, None] + tokens
+        residual, blocks = residual_BSD, self._layers()
+        x = ada_rms_norm(residual, norms.lines(0), norms.eps).to(self.dtype)
+        for i, block in enumerate(blocks):
+            q, k, v = block.rotated(x, positions_BS)
+            x, residual = norms.add(2 * i + 1, residual, block.out(self._attend(i, prefix, q, k, v)))
+            y = block.mlp(x)
+            x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
+        return x
+
+    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
+        """Run the same layers with norms folded into the products behind them, and sums into those before.
+
+        The result's scaled rows are in fp32, for what comes after the last norm.
+        """
+        blocks, eps = self._layers(), norms.eps
+        batch, tokens, width = stream.residual_BTD.shape
+        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=stream.residual_BTD.device)
+        for i, block in enumerate(blocks):
+            first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
+            read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
+            qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
+            q, k, v = torch.split(qkv, heads, dim=2)
+            y = self._attend(i, prefix, q, k, v, counters)
+            stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
+            y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
+            dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
+            stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
+        return stream
+
+    def streams(self, x_BSA: Tensor) -> bool:
+        """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""
+        (batch, tokens), dims = x_BSA.shape[:2], self._layers()[0].dims
+        few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
+        runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
+        return few and runs and not torch.is_grad_enabled()
+
+    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor, counters: Tensor | None = None) -> Tensor:
+        return prefix_attention(
+            q,
+            prefix.k_SNPKd[:, layer],
+            prefix.v_SNPKd[:, layer],
+            prefix.slots_B,
+            key_mask_BP=prefix.mask_BP,
+            length_B=prefix.length_B,
+            k_suffix_BTKd=k,
+            v_suffix_BTKd=v,
+            suffix_lead=self.lead,
+            counters=counters,
+        ).flatten(2)
+
+    def _layers(self) -> list[GemmaBlock]:
+        return [b for b in self.blocks if isinstance(b, GemmaBlock)]
