@@ -31,6 +31,7 @@ from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
 from stretto.runtime.launcher import Depart, Launcher
 from stretto.runtime.layout import Streams, arenas_for
+from stretto.runtime.mailbox import Mailbox
 from stretto.runtime.partition import LaneStreams
 from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.staging import Staging
@@ -83,14 +84,11 @@ class Executor:
             model, plan, device_name, self.arenas, self._can, self._lanes, ways=ways, fail=self._lose, clock=clock
         )
         self._turn = threading.RLock()  # guards the desk; a callback of a chunk that fails may come back here
-        self._wake = threading.Condition(threading.Lock())
-        self._news = 0  # grows with everything after which a lane that found nothing to run should look again
-        self._mail: deque[Callable[[], None]] = deque()
+        self._mail = Mailbox()
         self._lost: deque[tuple[Flow, Exception]] = deque()
         self._fault: Exception | None = None
         self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._turn, depart)
-        self._holds = 0
-        self._started = self._stopping = False
+        self._started = False
         self.dead: str | None = None
         self._threads = [
             threading.Thread(target=self._loop, args=(lane,), name=f"executor {device_name} {lane.number}", daemon=True)
@@ -123,9 +121,7 @@ class Executor:
 
     def close(self) -> None:
         """Stop after the batches in hand; chunks still here fail with StreamClosedError."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify_all()
+        self._mail.stop()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
@@ -133,7 +129,7 @@ class Executor:
             with lane.driver:  # a caller may be launching
                 pass
         with self._turn:
-            self._drain()
+            self._mail.drain()
             self._desk.clear(StreamClosedError("the engine was closed"))
         self._tell_lost()
 
@@ -182,31 +178,22 @@ class Executor:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Start nothing while inside, so that what is offered meanwhile can share a batch."""
-        with self._wake:
-            self._holds += 1
+        self._mail.hold(1)
         try:
             yield
         finally:
-            with self._wake:
-                self._holds -= 1
+            self._mail.hold(-1)
             for lane in self._lanes:
                 if not (self._callers_launch and self._drive(lane)):
-                    self._tell()
+                    self._mail.ring()
 
     def _post(self, action: Callable[[], None], lane: Lane | None = None) -> bool:
-        with self._wake:
-            if self.dead is not None:
-                return False
-            self._mail.append(action)
+        """Ask for something; False if the device is gone. With a lane, the calling thread may do that lane's work."""
+        if not self._mail.put(action):
+            return False
         if lane is None or not self._drive(lane):
-            self._tell()
+            self._mail.ring()
         return True
-
-    def _tell(self) -> None:
-        """Let every lane's thread look again for what it can run."""
-        with self._wake:
-            self._news += 1
-            self._wake.notify_all()
 
     def _drive(self, lane: Lane) -> bool:
         """Do a lane's work on the calling thread as far as it does not have to wait; False if the lane's thread is needed."""
@@ -254,15 +241,15 @@ class Executor:
     def _loop(self, lane: Lane) -> None:
         try:
             with lane.current():
-                while not self._stopping:
-                    seen = self._news
+                while not self._mail.stopping:
+                    seen = self._mail.news
                     with lane.driver:
                         batch = self._next(lane)
                         if batch is not None:
                             self._launch(lane, batch)
                     self._tell_lost()
                     if batch is None:
-                        self._sleep(seen)
+                        self._mail.sleep(seen)
         except Exception as error:  # the device's edge: whatever it was, the device is lost and its chunks must know
             log.exception("device %s is down", self.name)
             self._die(f"{type(error).__name__}: {error}")
@@ -271,26 +258,17 @@ class Executor:
         if self._fault is not None:
             raise self._fault
         with self._turn:
-            self._drain()
+            self._mail.drain()
         if lane.waiting:
             # Before choosing, so that the choice is made by what is there when it can run.
             lane.make_room()
         return None if lane.full else self._choose(lane)
 
-    def _sleep(self, seen: int) -> None:
-        with self._wake:
-            while not self._stopping and self._news == seen:
-                self._wake.wait()
-
     def _choose(self, lane: Lane) -> Batch | None:
         """Do what others asked for, and take the batch that a lane runs next, if there is one."""
         with self._turn:
-            self._drain()
-            return None if self._holds or self._stopping else self._desk.choose(lane)
-
-    def _drain(self) -> None:
-        while self._mail:
-            self._mail.popleft()()
+            self._mail.drain()
+            return None if self._mail.holds or self._mail.stopping else self._desk.choose(lane)
 
     def _lose(self, flow: Flow, error: Exception) -> None:
         self._lost.append((flow, error))
@@ -306,12 +284,9 @@ class Executor:
 
     def _die(self, reason: str) -> None:
         with self._turn:
-            self._drain()
-            with self._wake:
-                first, self.dead = self.dead is None, self.dead or reason
-                self._stopping = True
-                self._wake.notify_all()
-            self._drain()
+            first, self.dead = self.dead is None, self.dead or reason
+            self._mail.stop(shut=True)
+            self._mail.drain()
             self._desk.clear(self._death())
         self._tell_lost()
         if first and self._died is not None:
@@ -323,4 +298,4 @@ class Executor:
     def _launch(self, lane: Lane, batch: Batch) -> None:
         self._launcher.launch(lane, batch)
         if len(self._lanes) > 1:
-            self._tell()
+            self._mail.ring()

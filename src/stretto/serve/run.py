@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -167,7 +168,14 @@ def run_server(
     address, model = _address(listener), service.metadata["model"]
     if options.host not in _LOOPBACK and options.api_key is None:
         log.warning("listening on %s without an API key: whoever reaches this port can drive the policy", address)
-    policy.on_warm = lambda seconds: print(f"stretto: {model} ready on ws://{address} after {seconds:.1f} s", flush=True)
+
+    def ready(seconds: float) -> None:
+        # What is alive now lives as long as the server; walking it stops the thread that launches for milliseconds.
+        gc.collect()
+        gc.freeze()
+        print(f"stretto: {model} ready on ws://{address} after {seconds:.1f} s", flush=True)
+
+    policy.on_warm = ready
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -175,7 +183,10 @@ def run_server(
             loop.add_signal_handler(number, server.stop)
         await server.serve(sockets=[listener])
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    finally:
+        gc.unfreeze()
     if policy.warm_error is not None:
         raise policy.warm_error
 
