@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +99,6 @@ class Fp8Net:
         x, _ = add_layer_norm(y, residual, tower.norm.weight, tower.norm.bias, eps)
         tokens: Tensor = tower.project(x)
         return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
-
-    def _patches(self, images_BCRR3: Tensor) -> Tensor:
-        tower: Any = self.net.vision
-        if hasattr(tower, "patches"):
-            return tower.patches(images_BCRR3)  # type: ignore[no-any-return]
-        return tower.embed(patchify(images_BCRR3.flatten(0, 1), tower.patch, dtype=self.dtype))  # type: ignore[no-any-return]
 
     def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
         """Write keys and values of every layer to the arena, as `Prefix`."""
