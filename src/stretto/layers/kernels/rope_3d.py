@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.language import block_of, jit, tl
+from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.rms_norm import rms_norm_reference
 
 
@@ -144,14 +144,15 @@ def _rope_3d_kernel(
     FUSED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
-    """Turn one token; when FUSED, axis 1 of the grid goes over q, k and v, and q and k are normalised first."""
+    """Turn one token, held in registers some heads at a time.
+
+    When FUSED, axis 1 of the grid goes over q, k and v, and q and k are normalised first.
+    """
     part = tl.program_id(1)
     row = tl.program_id(0)
     b, token = (row // tokens).to(tl.int64), row % tokens
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    inside = head < HEADS
-    channel = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    x = tl.load(source + b * source_b + token * source_t + part * (HEADS * HEAD_DIM) + channel, mask=inside, other=0.0)
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    x = source + b * source_b + token * source_t + part * (HEADS * HEAD_DIM)
     out = q_out + row.to(tl.int64) * (HEADS * HEAD_DIM)
     weight = q_weight
     if FUSED:
@@ -162,17 +163,31 @@ def _rope_3d_kernel(
         if part == 2:
             out = v_out + page * v_slot + place * v_t
     if part == 2:
-        tl.store(out + channel, x.to(out.dtype.element_ty), mask=inside)
+        for first in tl.static_range(0, HEADS, BLOCK_HEADS):
+            head = first + tl.arange(0, BLOCK_HEADS)[:, None]
+            plain = tl.load(x + head * HEAD_DIM + dim, mask=head < HEADS, other=0.0)
+            tl.store(out + head * HEAD_DIM + dim, plain.to(out.dtype.element_ty), mask=head < HEADS)
     else:
         pair = turns + row.to(tl.int64) * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)
         cos, sin = tl.load(pair)[None, :], tl.load(pair + HEAD_DIM // 2)[None, :]
-        value = x.to(tl.float32)
-        if FUSED:
-            square = tl.sum(tl.sum(value * value, 1), 0) / (HEADS * HEAD_DIM)
-            value = value * tl.rsqrt(square + eps) * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(value, (BLOCK_HEADS, HEAD_DIM // 2, 2)))
-        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        tl.store(out + channel, tl.reshape(turned, (BLOCK_HEADS, HEAD_DIM)).to(out.dtype.element_ty), mask=inside)
+        values = ()
+        squares = tl.zeros((BLOCK_HEADS, HEAD_DIM), tl.float32)
+        for first in tl.static_range(0, HEADS, BLOCK_HEADS):
+            head = first + tl.arange(0, BLOCK_HEADS)[:, None]
+            value = tl.load(x + head * HEAD_DIM + dim, mask=head < HEADS, other=0.0).to(tl.float32)
+            values = values + (value,)  # noqa: RUF005
+            squares += value * value
+        inverse = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (HEADS * HEAD_DIM) + eps)
+        for block in tl.static_range(0, (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS):
+            head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+            value = values[block]
+            if FUSED:
+                factor = tl.load(weight + head * HEAD_DIM + dim, mask=head < HEADS, other=0.0).to(tl.float32)
+                value = value * inverse * factor
+            even, odd = tl.split(tl.reshape(value, (BLOCK_HEADS, HEAD_DIM // 2, 2)))
+            turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+            turned = tl.reshape(turned, (BLOCK_HEADS, HEAD_DIM)).to(out.dtype.element_ty)
+            tl.store(out + head * HEAD_DIM + dim, turned, mask=head < HEADS)
 
 
 def rope_3d_turns_triton(frame_start_B: Tensor, grid: tuple[int, int, int], head_dim: int, *, theta: float = 10000.0) -> Tensor:
@@ -227,12 +242,13 @@ def _launch(
 ) -> None:
     batch, tokens, heads, head_dim = q.shape
     (k_out, v_out), (slots_B, offset_B) = rings, places
+    # Heads of one block divide all heads where they can, so that no thread is idle.
+    block = next((n for n in (8, 4) if heads % n == 0), min(block_of(heads), 8))
     _rope_3d_kernel[(batch * tokens, 3 if fused else 1)](
         source, *weights, turns_BT2P, slots_B, offset_B, q, k_out, v_out,
         tokens, source.stride(0), source.stride(1),
         k_out.stride(0), k_out.stride(1), v_out.stride(0), v_out.stride(1), eps,
-        HEADS=heads, HEAD_DIM=head_dim, FUSED=fused,
-        BLOCK_HEADS=block_of(heads), num_warps=min(max(block_of(heads) * head_dim // 512, 1), 16),
+        HEADS=heads, HEAD_DIM=head_dim, FUSED=fused, BLOCK_HEADS=block, num_warps=warps_of(block * head_dim),
     )  # fmt: skip
 
 
