@@ -142,6 +142,7 @@ def test_layer_norms_with_weights(b: int, t: int, width: int, dtype: torch.dtype
     w, bias = draw.normal(width), draw.normal(width)
     agree(layer_norm.kernel(x, w, bias, 1e-6, dtype=other), layer_norm.reference(x, w, bias, 1e-6, dtype=other))
     agree(add_layer_norm.kernel(x, residual, w, bias, 1e-6), add_layer_norm.reference(x, residual, w, bias, 1e-6))
+    agree(add_layer_norm.kernel(x, residual[0], w, bias, 1e-6), add_layer_norm.reference(x, residual[0], w, bias, 1e-6))
     args = residual, x, gate, w, bias, 1e-6
     agree(gated_add_layer_norm.kernel(*args), gated_add_layer_norm.reference(*args))
 
@@ -213,6 +214,8 @@ def test_patchify_from_bytes_and_floats(
     if channels_first:
         image = image.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     agree(patchify.kernel(image, patch, dtype=dtype), patchify.reference(image, patch, dtype=dtype))
+    wider = {"dtype": dtype, "columns": 3 * patch**2 + 5}
+    agree(patchify.kernel(image, patch, **wider), patchify.reference(image, patch, **wider))
     pixels = image.to(dtype)
     assert torch.equal(patchify.kernel(pixels, patch, dtype=dtype), patchify.reference(pixels, patch, dtype=dtype))
 

@@ -196,7 +196,9 @@ def build(
         raise ConfigError("pixels", got=repr(pixels), expected="uint8 or float32")
     with torch.device("meta"):
         net = Pi0Net(config, chosen)
-    return Pi0Model(config, net.to_empty(device=device).eval(), pixels, rtc)
+    net.to_empty(device=device).eval()
+    net.vision.clear_surplus()
+    return Pi0Model(config, net, pixels, rtc)
 
 
 def tiny(rtc: Sequence[str] = ()) -> tuple[Pi0Model, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.layers.kernels.attention import attention
-from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.layer_norm import add_layer_norm
 from stretto.layers.kernels.linear_activation import dense, linear_gelu
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.linear import FusedLinear
@@ -42,20 +42,31 @@ class VisionTower(nn.Module):
         super().__init__()
         dims = config.vision
         self.patch, self.eps, self.dtype = dims.patch, config.norm_eps, dtype
-        self.embed = nn.Linear(3 * dims.patch**2, dims.width, dtype=dtype)
+        # Rows of a multiple of 16 bytes, as fast products want them; the surplus is zeros.
+        self.embed = nn.Linear(-(-3 * dims.patch**2 // 8) * 8, dims.width, dtype=dtype)
         self.position = nn.Parameter(torch.empty(config.tokens_per_camera, dims.width))
         self.blocks = nn.ModuleList(VisionBlock(dims.width, dims.mlp, dims.heads, dtype) for _ in range(dims.depth))
         self.norm = nn.LayerNorm(dims.width)
         self.project = nn.Linear(dims.width, config.language.width, dtype=dtype)
 
+    @torch.no_grad()
+    def clear_surplus(self) -> None:
+        """Set weights that belong to no pixel to zero. Once, after storage was made."""
+        self.embed.weight[:, 3 * self.patch**2 :] = 0
+
+    def patches(self, images_BCRR3: Tensor) -> Tensor:
+        """Return the embedded patches without their positions, [B C, T, D]."""
+        columns = self.embed.weight.shape[1]
+        rows = patchify(images_BCRR3.flatten(0, 1), self.patch, dtype=self.dtype, columns=columns)
+        out: Tensor = self.embed(rows)
+        return out
+
     def forward(self, images_BCRR3: Tensor) -> Tensor:
         """Return image tokens [B, I, D] of uint8 pixels, or of float pixels in [-1, 1]."""
         batch = images_BCRR3.shape[0]
-        x = self.embed(patchify(images_BCRR3.flatten(0, 1), self.patch, dtype=self.dtype))
-        residual = x.float() + self.position
         blocks = [b for b in self.blocks if isinstance(b, VisionBlock)]
         first = blocks[0].norm1
-        x = layer_norm(residual, first.weight, first.bias, self.eps, dtype=self.dtype)
+        x, residual = add_layer_norm(self.patches(images_BCRR3), self.position, first.weight, first.bias, self.eps)
         following = [*(b.norm1 for b in blocks[1:]), self.norm]
         for block, after in zip(blocks, following, strict=True):
             x, residual = add_layer_norm(block.attend(x), residual, block.norm2.weight, block.norm2.bias, self.eps)

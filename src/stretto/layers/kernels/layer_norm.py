@@ -26,7 +26,10 @@ def layer_norm_reference(
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(x + residual) in x's dtype, x + residual in the residual's dtype)."""
+    """Return (layer_norm(x + residual) in x's dtype, x + residual in the residual's dtype).
+
+    A residual of fewer axes than x is added to every group of that many rows.
+    """
     total = (x.float() + residual.float()).to(residual.dtype)
     return layer_norm_reference(total, weight_D, bias_D, eps, dtype=x.dtype), total
 
@@ -137,6 +140,7 @@ def _affine_layer_norm_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     rows: tl.tensor,
+    period: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
@@ -151,7 +155,7 @@ def _affine_layer_norm_kernel(
     offset = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
     at = row * width + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row % period * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         stored = (value + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
@@ -168,7 +172,7 @@ def layer_norm_triton(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, *
 
 
 def add_layer_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, total = _empty(x), _empty(residual)
+    out, total = _empty(x), torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     _launch_affine(None, residual, x, weight_D, bias_D, eps, out, total)
     return out, total
 
@@ -219,10 +223,10 @@ def _launch_affine(
 ) -> None:
     """Run the kernel by one choice, by default the measured one."""
     x, width = x.contiguous(), x.shape[-1]
-    rows, block, overlap = x.numel() // width, block_of(width), overlaps(x)
+    rows, period, block, overlap = out.numel() // width, x.numel() // width, block_of(width), overlaps(x)
     choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
     _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
-        x, x if y is None else y.contiguous(), out, out if total is None else total, weight_D, bias_D, rows, width, eps,
+        x, x if y is None else y.contiguous(), out, out if total is None else total, weight_D, bias_D, rows, period, width, eps,
         ADD=y is not None, ROWS=int(choice["rows"]), BLOCK=block, OVERLAP=overlap,
         num_warps=int(choice["warps"]), launch_pdl=overlap,
     )  # fmt: skip
