@@ -20,6 +20,7 @@ from stretto.layers.kernels.layer_norm import (
     gated_add_reference,
     modulated_layer_norm_reference,
 )
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.row_codes import code_rows_reference, coded, coded_like, scale_of
 
 
@@ -114,11 +115,13 @@ def _level_kernel(
     NORM: tl.constexpr,
     CODED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Work on one token, held in registers block by block.
 
     A line below 0 is not used; NORM without SCALE takes affine weights.
     """
+    await_inputs(OVERLAP)
     row = tl.program_id(0)
     at = row.to(tl.int64) * WIDTH
     line = table + tl.load(levels + row // frame_tokens).to(tl.int64) * (LINES * WIDTH)
@@ -265,7 +268,8 @@ def _launch(
         x, x if y is None else y, x if out is None else out, table if scales is None else scales, x if total is None else total,
         table.contiguous(), levels_BF.contiguous(), weight, bias, tokens // levels_BF.shape[1], eps,
         WIDTH=width, LINES=table.shape[1], GATE=gate, SHIFT=shift, SCALE=scale,
-        ADD=y is not None, NORM=out is not None, CODED=scales is not None, BLOCK=block, num_warps=warps,
+        ADD=y is not None, NORM=out is not None, CODED=scales is not None, BLOCK=block, OVERLAP=overlaps(x), num_warps=warps,
+        launch_pdl=overlaps(x),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import cdiv, jit, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.split_attention import LOG2_E, fits
 
 MIN_BLOCK = 16
@@ -157,8 +158,10 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Join the splits of BLOCK tokens of one head."""
+    await_inputs(OVERLAP)
     b, head = tl.program_id(2), tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HEAD_DIM)
@@ -187,7 +190,8 @@ def join_splits_triton(part_BZNHd: Tensor, lse_BZHN: Tensor) -> Tensor:
     block = 16
     _join_kernel[(cdiv(tokens, block), heads, batch)](
         part_BZNHd, lse, out, *part_BZNHd.stride()[:4], tokens,
-        HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, BLOCK=block, num_warps=4,
+        HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, BLOCK=block,
+        OVERLAP=overlaps(out), num_warps=4, launch_pdl=overlaps(out),
     )  # fmt: skip
     return out
 

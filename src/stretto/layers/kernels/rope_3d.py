@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.rms_norm import rms_norm_reference
 
 
@@ -143,11 +144,13 @@ def _rope_3d_kernel(
     HEAD_DIM: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Turn one token, held in registers some heads at a time.
 
     When FUSED, axis 1 of the grid goes over q, k and v, and q and k are normalised first.
     """
+    await_inputs(OVERLAP)
     part = tl.program_id(1)
     row = tl.program_id(0)
     b, token = (row // tokens).to(tl.int64), row % tokens
@@ -248,7 +251,8 @@ def _launch(
         source, *weights, turns_BT2P, slots_B, offset_B, q, k_out, v_out,
         tokens, source.stride(0), source.stride(1),
         k_out.stride(0), k_out.stride(1), v_out.stride(0), v_out.stride(1), eps,
-        HEADS=heads, HEAD_DIM=head_dim, FUSED=fused, BLOCK_HEADS=block, num_warps=warps_of(block * head_dim),
+        HEADS=heads, HEAD_DIM=head_dim, FUSED=fused, BLOCK_HEADS=block,
+        OVERLAP=overlaps(source), num_warps=warps_of(block * head_dim), launch_pdl=overlaps(source),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, on_fp8_chip
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 
 SMALLEST = 1e-12
 """Of a scale: a row of zeros has one too."""
@@ -47,9 +48,16 @@ def coded(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @jit
 def _code_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    WIDTH: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Work on one row, held in registers block by block."""
+    await_inputs(OVERLAP)
     row = tl.program_id(0)
     at = row.to(tl.int64) * WIDTH
     values = ()
@@ -76,7 +84,10 @@ def _launch(x: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     # At most eight blocks, so that a row fits in the registers of its threads.
     block = min(max(block_of(width) // 8, 1024), block_of(width))
-    _code_kernel[(x.numel() // width,)](x, codes, scales, WIDTH=width, GELU=gelu, BLOCK=block, num_warps=warps_of(block))
+    _code_kernel[(x.numel() // width,)](
+        x, codes, scales, WIDTH=width, GELU=gelu, BLOCK=block, OVERLAP=overlaps(x), num_warps=warps_of(block),
+        launch_pdl=overlaps(x),
+    )  # fmt: skip
     return codes, scales
 
 
