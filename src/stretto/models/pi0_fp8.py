@@ -25,7 +25,8 @@ from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
-from stretto.models.pi0_net import Condition, Expert, ExpertNorms, GemmaBlock, Pi0Net, PrefixArena, PrefixKV
+from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, PrefixKV
+from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 from stretto.models.pi0_vision import VisionBlock
 
 Make = Callable[[str, Tensor, Tensor | None], Reader]
