@@ -36,7 +36,7 @@ def refusal(gate: Gate, robot: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["whole", "per_visit"])
+@pytest.mark.parametrize("kind", ["whole", "per_visit", "overlapped"])
 def test_robots_are_admitted_while_all_of_them_are_on_time(kind: str) -> None:
     gate = Gate(period_ms=100.0, deadline_ms=80.0)
     gate.open(profile(kind, (20.0, 22.0, 24.0, 26.0)))

@@ -14,7 +14,7 @@ from observations import observation
 
 from stretto.core.errors import CheckpointError, ConfigError, ObservationError, StreamClosedError
 from stretto.core.policy import RequestOptions
-from stretto.deploy.policy import Policy, PolicyOptions, load_policy
+from stretto.deploy.policy import PlanKind, Policy, PolicyOptions, load_policy
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +54,16 @@ def test_a_row_in_the_middle_of_a_batch_equals_the_row_alone(policy: Policy) -> 
         np.testing.assert_allclose(b["actions"], a, rtol=0, atol=1e-5)
 
 
-def test_whole_route_and_visits_on_their_own_give_the_same_bits(tiny_checkpoint: Path, policy: Policy) -> None:
-    whole = load_policy(tiny_checkpoint, PolicyOptions(device="cpu", max_batch=1, plan="whole", degenerate="hold", threads=1))
-    whole.warm()
+@pytest.mark.parametrize("plan", ["whole", "overlapped"])
+def test_every_plan_gives_the_same_bits(tiny_checkpoint: Path, policy: Policy, plan: PlanKind) -> None:
+    other = load_policy(tiny_checkpoint, PolicyOptions(device="cpu", max_batch=1, plan=plan, degenerate="hold", threads=1))
+    other.warm()
     try:
         for i in range(3):
-            a = whole.infer(observation(i), RequestOptions(seed=i))["actions"]
+            a = other.infer(observation(i), RequestOptions(seed=i))["actions"]
             np.testing.assert_array_equal(policy.infer(observation(i), RequestOptions(seed=i))["actions"], a)
     finally:
-        whole.close()
+        other.close()
 
 
 def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:

@@ -27,8 +27,9 @@ class PolicyFlags:
     """With fp8: the calibration; fp8_scales.json beside the checkpoint by default."""
     fp8_shadow: int = 0
     """With fp8: run one request in so many a second time without it, and show the difference at /metrics."""
-    plan: Literal["auto", "whole", "per_visit"] = "auto"
-    """One segment for the lowest latency of one robot, or robots joining and leaving batches between denoise steps."""
+    plan: Literal["auto", "whole", "per_visit", "overlapped"] = "auto"
+    """One segment for the lowest latency of one robot, robots joining and leaving batches between denoise steps, or the
+    denoise loop of some beside vision and prefix of others."""
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None

@@ -130,6 +130,11 @@ class Policy:
         Raises:
             StrettoError: at once, if the session is closed or an option asks for what this policy does not offer.
         """
+        ticket = self._ticket(observation, options, session)
+        self._pool.submit(self._prepare, ticket)
+        return ticket.reply
+
+    def _ticket(self, observation: Mapping[str, object], options: RequestOptions, session: Session) -> Ticket:
         now_s = self.engine.now_s
         with self._lock:
             robot = self._robots.get(session)
@@ -143,9 +148,7 @@ class Policy:
             number, episode = robot.asked, robot.episode
         deadline_s = now_s + self.realtime.allowance_s(options)
         reply: Future[PolicyReply] = Future()
-        ticket = Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
-        self._pool.submit(self._prepare, ticket)
-        return reply
+        return Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
 
     def infer(self, observation: Mapping[str, object], options: RequestOptions | None = None) -> dict[str, Any]:
         """Answer one observation of the one robot that calls this; returns `actions` [H, A] and `policy_timing`."""
@@ -162,8 +165,14 @@ class Policy:
         while len(self._own) < len(observations):
             self._own.append(self._open("in process"))
         said = options or RequestOptions()
-        asked = [self.submit(o, said, own) for o, own in zip(observations, self._own, strict=False)]
-        replies = [future.result() for future in asked]
+        tickets = [self._ticket(o, said, own) for o, own in zip(observations, self._own, strict=False)]
+        for ticket in tickets[:-1]:
+            self._pool.submit(self._prepare, ticket)
+        for ticket in tickets[-1:]:
+            self._prepare(ticket)  # here, since this thread would only wait
+        for ticket in tickets:
+            self.engine.help(ticket.reply.done)
+        replies = [ticket.reply.result() for ticket in tickets]
         return [
             {"actions": r.actions, "policy_timing": {"infer_ms": r.infer_ms}, "stage_ms": dict(r.stage_ms)} for r in replies
         ]

@@ -11,12 +11,12 @@ import torch
 
 from stretto.control.rtc import Schedule
 from stretto.core.errors import ConfigError
-from stretto.core.plan import Plan, per_visit, whole
+from stretto.core.plan import Plan, overlapped, per_visit, whole
 from stretto.core.route import Route
 from stretto.deploy.device import resolve_mode
 from stretto.processors.stats import Degenerate
 
-PlanKind = Literal["auto", "whole", "per_visit"]
+PlanKind = Literal["auto", "whole", "per_visit", "overlapped"]
 
 BATCH_SIZES = (*range(1, 9), 10, 12, 16, 20, 24, 32, 48, 64)
 """Sizes to capture, up to the cap. Vision and prefix cost nearly as many times more as there are rows, so padding costs too."""
@@ -38,7 +38,8 @@ class PolicyOptions:
     """With FP8, one request in so many runs a second time without it, and the difference is a metric; 0 is none."""
     plan: PlanKind = "auto"
     """`whole`: one segment, the lowest latency of one robot. `per_visit`: robots join and leave batches between denoise
-    steps. `auto` is `whole` for a batch of one and `per_visit` above."""
+    steps. `overlapped`: the denoise loop of some robots beside vision and prefix of others. `auto` is `whole` for a batch of
+    one and `per_visit` above."""
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
@@ -83,6 +84,8 @@ def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan
     kind = options.plan if options.plan != "auto" else ("whole" if options.max_batch == 1 else "per_visit")
     if kind == "whole":
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
+    elif kind == "overlapped":
+        plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=options.max_batch > 1)
     else:
         plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
     plan = plan.with_shapes({"batch": (*[n for n in BATCH_SIZES if n < options.max_batch], options.max_batch)})

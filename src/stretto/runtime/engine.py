@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -192,6 +192,13 @@ class Engine:
                 if isinstance(executor, Executor):
                     stack.enter_context(executor.held())
             yield
+
+    def help(self, done: Callable[[], bool]) -> None:
+        """Do what the engine's threads would else be woken for, until `done` or there is nothing, for a caller about to wait.
+
+        Waits for devices, and runs the callbacks of chunks that are finished meanwhile; hold no lock that these may need.
+        """
+        self._finisher.help(done)
 
     def close(self) -> None:
         """Stop all devices. Chunks that are not finished fail with StreamClosedError."""
