@@ -139,7 +139,7 @@ def _level_kernel(
             tl.store(total + at + column, stored, mask=inside)
             value = stored.to(tl.float32)
         if NORM:
-            values = values + (value,)  # noqa: RUF005
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
             folded += value
     if NORM:
         mean = tl.sum(folded, 0) / WIDTH
@@ -162,7 +162,7 @@ def _level_kernel(
                 offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
             value = tl.where(inside, (values[block] - mean) * inverse * factor + offset, 0.0)
             if CODED:
-                normed = normed + (value,)  # noqa: RUF005
+                normed = normed + (value,)  # type: ignore[assignment]  # noqa: RUF005
                 peaks = tl.maximum(peaks, tl.abs(value))
             else:
                 tl.store(out + at + column, value.to(out.dtype.element_ty), mask=inside)

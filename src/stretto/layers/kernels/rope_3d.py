@@ -178,7 +178,7 @@ def _rope_3d_kernel(
         for first in tl.static_range(0, HEADS, BLOCK_HEADS):
             head = first + tl.arange(0, BLOCK_HEADS)[:, None]
             value = tl.load(x + head * HEAD_DIM + dim, mask=head < HEADS, other=0.0).to(tl.float32)
-            values = values + (value,)  # noqa: RUF005
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
             squares += value * value
         inverse = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (HEADS * HEAD_DIM) + eps)
         for block in tl.static_range(0, (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS):

@@ -69,7 +69,7 @@ def _code_kernel(
             # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
             u = 0.7978845608028654 * (value + 0.044715 * value * value * value)
             value = value / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
-        values = values + (value,)  # noqa: RUF005
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
         peaks = tl.maximum(peaks, tl.abs(value))
     scale = scale_of(peaks)
     tl.store(scales + row, scale)
