@@ -81,7 +81,10 @@ class Stage(Protocol):
 
 @runtime_checkable
 class CapturesByRows(Protocol):
-    """What a stage offers when its captured work depends on which rows it runs, not on their number alone."""
+    """What a stage offers when its captured work depends on which rows it runs, not on their number alone.
+
+    Stages with an attribute `alike` of the same value give the same keys for the same rows, so one of them is asked for all.
+    """
 
     def capture_key(self, host: Sequence[Row]) -> Hashable:
         """Return what a capture of these rows bakes in: it serves every batch of equal key. None: run them eagerly."""

@@ -73,6 +73,10 @@ class AnywhereStage:
 class AnywhereByRows(AnywhereStage):
     """The same for a stage that captures by its rows."""
 
+    @property
+    def alike(self) -> Hashable:
+        return getattr(self._any, "alike", id(self))
+
     def capture_key(self, host: Sequence[Row]) -> Hashable:
         assert isinstance(self._any, CapturesByRows)
         return self._any.capture_key(host)

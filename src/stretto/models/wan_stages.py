@@ -108,6 +108,8 @@ class BlockStage:
     of the rings are read is fixed in a capture: rings that are still filling run eagerly, full ones by `capture_key`.
     """
 
+    alike = "block"
+
     def __init__(self, net: WanNet, index: int, clocks: Clocks) -> None:
         self.net, self.clocks, self.config = net, clocks, net.config
         block = net.blocks[index]

@@ -197,14 +197,16 @@ class Program:
 
     def capture_key(self, members: Sequence[Member]) -> Hashable:
         """Return the key of the graph that serves these members; None if one of their stages gives none."""
-        keys, rows = [], self._rows(self._no_control, {}, members)
+        rows = self._rows(self._no_control, {}, members)
+        keys: dict[tuple[Hashable, int], Hashable] = {}
         for visit, stage in self._by_rows:
             rows.enter(visit)
-            key = stage.capture_key(rows.host)
-            if key is None:
-                return None
-            keys.append(key)
-        return tuple(keys)
+            asked = getattr(stage, "alike", visit), id(rows.host)
+            if asked not in keys:
+                keys[asked] = key = stage.capture_key(rows.host)
+                if key is None:
+                    return None
+        return tuple(keys.values())
 
     def _bucket(self, n: int) -> int:
         for bucket in self.batch_buckets:

@@ -43,7 +43,7 @@ class BatchRows:
         self._lengths = dict(lengths or {})
         self._local: dict[str, Tensor] = {}
         self._visit = 0
-        self._host: dict[int, Sequence[Row]] = {}
+        self._host: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[Row]] = {}
 
     def enter(self, visit: int) -> None:
         """Move on to the visit with this index in the segment."""
@@ -63,14 +63,17 @@ class BatchRows:
 
     @property
     def host(self) -> Sequence[Row]:
-        visit = self._visit
-        if visit not in self._host:
-            steps, slots = self._host_steps, self._host_state_slots
-            self._host[visit] = [
-                Row(row.stream, row.chunk, steps[visit][i], row.slot, slots[visit][i], row.seed)
-                for i, row in enumerate(self._rows)
+        if not self._rows:
+            return ()
+        steps, slots = self._host_steps[self._visit], self._host_state_slots[self._visit]
+        # Most visits of a segment are alike in this, so they share the rows.
+        found = self._host.get(at := (tuple(steps), tuple(slots)))
+        if found is None:
+            found = self._host[at] = [
+                Row(row.stream, row.chunk, step, row.slot, slot, row.seed)
+                for row, step, slot in zip(self._rows, steps, slots, strict=True)
             ]
-        return self._host[visit]
+        return found
 
     def length(self, axis: str) -> int:
         return self._lengths[axis]
