@@ -43,7 +43,7 @@ class DenoiseStage:
     @torch.no_grad()
     def run(self, rows: Rows) -> None:
         x_BHA = rows.get("x")
-        rows.put("x", x_BHA + self.dt * self.velocity(rows, x_BHA, self.net.tabled(rows.steps_B)))
+        rows.put("x", torch.add(x_BHA, self.velocity(rows, x_BHA, self.net.tabled(rows.steps_B)), alpha=self.dt))
 
     def velocity(self, rows: Rows, x_BHA: Tensor, condition: Condition) -> Tensor:
         prefix = PrefixKV(
@@ -85,7 +85,7 @@ class ChunkingDenoiseStage(DenoiseStage):
             velocity_BHA = self._guided(rows, x_BHA, target_BHA, self.velocity(rows, x_BHA, condition))
         else:
             velocity_BHA = self.velocity(rows, x_BHA, condition)
-        x_BHA = x_BHA + self.dt * velocity_BHA
+        x_BHA = torch.add(x_BHA, velocity_BHA, alpha=self.dt)
         rows.put("x", x_BHA if inside_BH1 is None else torch.where(inside_BH1, target_BHA, x_BHA))
 
     def _given(self, delay_B: Tensor) -> Tensor:

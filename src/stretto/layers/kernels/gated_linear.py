@@ -109,6 +109,15 @@ def _gated_linear_kernel(
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < all_rows
     row_in = tl.minimum(row, all_rows - 1)
+    b, t = row_in // tokens, row_in % tokens
+    # What the sum needs at its end is asked for now: each of these reads waits for the one before.
+    at = row_in.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    before = tl.load(residual + at, mask=here[:, None], other=0.0)
+    norm_at = _lines(norm_table, norm_stride, norm_rows, b, t, tokens, column, NORM_INDEXED, NORM_PER_TOKEN)
+    scale = 1.0 + tl.load(norm_at, mask=here[:, None], other=0.0).to(tl.float32)
+    if GATED:
+        gate_at = _lines(gate_table, gate_stride, gate_rows, b, t, tokens, column + 2 * WIDTH, GATE_INDEXED, GATE_PER_TOKEN)
+        gate = tl.load(gate_at, mask=here[:, None], other=0.0).to(tl.float32)
     lane = tl.arange(0, BLOCK_K)
     x_at = x + row_in.to(tl.int64) * INNER + split * EACH
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -131,16 +140,12 @@ def _gated_linear_kernel(
             for s in tl.static_range(1, SPLITS):
                 acc += tl.load(part_at + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             tl.store(counters + tile, 0)
-        b, t = row_in // tokens, row_in % tokens
         if GATED:
-            gate_at = _lines(gate_table, gate_stride, gate_rows, b, t, tokens, column + 2 * WIDTH, GATE_INDEXED, GATE_PER_TOKEN)
-            acc *= tl.load(gate_at, mask=here[:, None], other=0.0).to(tl.float32)
-        at = row_in.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        acc += tl.load(residual + at, mask=here[:, None], other=0.0)
+            acc *= gate
+        acc += before
         tl.store(total + at, acc, mask=here[:, None])
         tl.store(squares + row_in * tl.num_programs(0) + tile_n, tl.sum(acc * acc, 1), mask=here)
-        norm_at = _lines(norm_table, norm_stride, norm_rows, b, t, tokens, column, NORM_INDEXED, NORM_PER_TOKEN)
-        acc *= 1.0 + tl.load(norm_at, mask=here[:, None], other=0.0).to(tl.float32)
+        acc *= scale
         if CARRIED:
             at += (b * WIDTH)[:, None]
             ends = (here & (t == tokens - 1))[:, None]

@@ -142,6 +142,9 @@ def _norm_pair_kernel(
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(squares + (b_in * TOKENS + t_in)[:, None] * PARTS + part[None, :]), 1)
     factor = tl.rsqrt(total / WIDTH + eps)
+    position = t_in
+    if ROTATE:
+        position += tl.load(starts + b_in)
     shift_at = table
     if SHIFT and not CARRIED:
         shift_at = table + line_at(rows, b_in, t_in, TOKENS, INDEXED, PER_TOKEN) * line_stride + WIDTH
@@ -167,8 +170,7 @@ def _norm_pair_kernel(
     at = (b * TOKENS + t).to(tl.int64)[:, None] * OUT
     kind = out.dtype.element_ty
     if ROTATE:
-        position = (tl.load(starts + b_in) + t_in).to(tl.float32)
-        angle = position[:, None] * tl.exp2(pair.to(tl.float32) * (-log2_theta / HALF))[None, :]
+        angle = position.to(tl.float32)[:, None] * tl.exp2(pair.to(tl.float32) * (-log2_theta / HALF))[None, :]
         cos, sin = _cos_sin(tl.where(group < ROTATED, angle, 0.0))
         tl.store(out + at + low[None, :], (first * cos - second * sin).to(kind), mask=here[:, None])
         tl.store(out + at + HALF + low[None, :], (second * cos + first * sin).to(kind), mask=here[:, None])
