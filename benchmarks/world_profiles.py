@@ -2,8 +2,9 @@
 
     cd benchmarks/results && python ../world_profiles.py world_2x_chunk*_h200.json --decoders wan_block_h200.json
 
-One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured. The
-VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one measurement serves both.
+One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured: with
+the other stages, or by itself. The VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one
+measurement serves both. Later results take the place of earlier ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from stretto.models.wan import DECODE
 from stretto.sched.costs import BatchCost
 from stretto.sched.profile import Profile, StageProfile
 
+USUAL_WINDOW = 21
 OUT = Path(__file__).parents[1] / "src" / "stretto" / "sched" / "profiles"
 
 
@@ -78,7 +80,13 @@ def main() -> None:
             profile = Profile.from_json(json.dumps(raw))
             made = replace(profile.provenance, note=f"{profile.provenance.note}; blocks of {path.name}")
             profile = replace(profile, provenance=made)
-            name = f"{profile.device.split()[-1].lower()}-{profile.model}-chunk{profile.facts['frames_per_chunk']}"
+            facts = profile.facts
+            name = f"{profile.device.split()[-1].lower()}-{profile.model}-chunk{facts['frames_per_chunk']}"
+            if facts["window_frames"] != USUAL_WINDOW:
+                name += f"-window{facts['window_frames']}"
+            if facts["decoder"] != "none":
+                write(args.out / f"{name}-{facts['decoder']}.json", profile)
+                continue
             write(args.out / f"{name}.json", profile)
             decoded = with_decoder(profile, rows, args.decoders.name)
             if decoded is not None:
