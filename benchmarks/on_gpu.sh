@@ -23,7 +23,8 @@ limited() { # name, seconds, command...
 # One GPU each.
 part_checks() { limited checks 110 $PY benchmarks/pi05_checks.py --out "$OUT/pi05_checks_h200.json"; }
 part_bench() { limited bench 110 $PY -m stretto.cli bench pi0.5 --batch 1,4,8,32 --n 60 --out "$OUT/pi05_h200.json"; }
-part_load() { limited load 150 $PY benchmarks/load.py --seconds 2.5 --buckets 1,2,4,6,8,12,16 --out "$OUT/load_h200.json"; }
+part_load() { limited load 150 $PY benchmarks/load.py --out "$OUT/load_h200.json" --traces "$OUT"; }
+part_roofline() { limited roofline 60 $PY benchmarks/roofline_robots.py --model pi0.5 --no-figures --out "$OUT/roofline_h200"; }
 part_blocks() { limited blocks 130 $PY benchmarks/wan_block.py --budget-seconds 100 --rows 1 4 --out "$OUT/wan_block_h200.json"; }
 part_clients() { limited clients 100 $PY benchmarks/server_clients.py --seconds 5 --out "$OUT/server_clients_h200.json"; }
 part_rtc_cost() { limited rtc_cost 90 $PY benchmarks/rtc_cost.py --out "$OUT/rtc_cost_h200.json"; }
@@ -73,7 +74,7 @@ for name in "$@"; do
   [ "$name" = + ] || declare -F "part_$name" >/dev/null || { echo "no part $name: see --list" >&2; exit 1; }
 done
 
-first="checks bench load" second="blocks clients rtc_cost" all="smoke fidelity seeds worlds worlds_decoded worlds_processes"
+first="checks bench load roofline" second="blocks clients rtc_cost" all="smoke fidelity seeds worlds worlds_decoded worlds_processes"
 [ $# -gt 0 ] && { first="$*" second="" all=""; }
 [ "${first#*" + "}" != "$first" ] && { second=${first#*" + "} first=${first%%" + "*}; }
 if [ -n "$second" ] && [ "$GPUS" -gt 1 ]; then
