@@ -118,14 +118,17 @@ class Expert(nn.Module):
             x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x
 
-    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
+    def counters(self, x_BSA: Tensor) -> Tensor:
+        """Return what `streamed` counts with, for a call on these suffix tokens."""
+        needed = counters_needed(x_BSA.shape[0] * x_BSA.shape[1], self._layers()[0].dims.width)
+        return torch.zeros(needed, dtype=torch.int32, device=x_BSA.device)
+
+    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV, counters: Tensor) -> Stream:
         """Run the same layers with norms folded into the products behind them, and sums into those before.
 
         The result's scaled rows are in fp32, for what comes after the last norm.
         """
         blocks, eps = self._layers(), norms.eps
-        batch, tokens, width = stream.residual_BTD.shape
-        counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=stream.residual_BTD.device)
         for i, block in enumerate(blocks):
             first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
             read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]

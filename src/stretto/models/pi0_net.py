@@ -217,11 +217,12 @@ class Pi0Net(nn.Module):
         self, x_BHA: Tensor, condition: Condition, norms: ExpertNorms, prefix: PrefixKV, state_BW: Tensor | None
     ) -> Tensor:
         first, last = norms.lines(0), norms.lines(2 * self.config.expert.depth)
+        counters = self.expert.counters(x_BHA)  # before the chain of kernels, whose starts overlap
         if self.config.family == "pi05":
             stream = enter_stream(x_BHA.float(), self.action_in.weight, self.action_in.bias, first, self.dtype)
         else:
             stream = open_stream(self._suffix(x_BHA, condition, state_BW), first, self.dtype)
-        stream = self.expert.streamed(stream, norms, prefix)
+        stream = self.expert.streamed(stream, norms, prefix, counters)
         out, read = self.action_out, (stream.scaled_BRD, stream.squares_MP)
         return leave_stream(*read, last, out.weight, out.bias, norms.eps)[:, -self.config.action_horizon :]
 

@@ -190,7 +190,7 @@ def rule(batch: int, tokens: int, pairs: int) -> PairTiling:
 
 def _tilings(batch: int, tokens: int, pairs: int) -> list[Config]:
     few = [(1, 16, 128, 4, 4), (1, 16, 256, 4, 3), (1, 32, 128, 4, 3), (1, 32, 128, 4, 4), (1, 32, 64, 4, 6)]
-    few += [(1, 64, 64, 4, 4), (1, 32, 128, 8, 3)]
+    few += [(1, 64, 64, 4, 4), (1, 32, 64, 4, 4), (1, 16, 128, 4, 3)]
     many = [(1, 64, 64, 4, 4), (2, 32, 64, 8, 4), (2, 64, 64, 8, 3), (2, 64, 64, 8, 4), (2, 64, 32, 8, 5)]
     many += [(4, 32, 64, 8, 3), (4, 64, 64, 8, 3)]
     found = dict.fromkeys([rule(batch, tokens, pairs), *(PairTiling(*c) for c in (few if batch == 1 else many))])
