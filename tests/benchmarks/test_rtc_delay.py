@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rtc_delay import GUIDED, MODES, DelayedRobot, Steps, draw, judge, sign_test, table
+from rtc_delay import GUIDED, MODES, DelayedRobot, Steps
+from rtc_delay_result import draw, judge, sign_test, table
 
 from stretto.core.policy import RequestOptions
 

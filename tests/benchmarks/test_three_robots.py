@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from three_robots import KINDS, Robot, Run, World, draw, middle_round, summary
+from three_robots import KINDS, Robot, World
+from three_robots_result import Run, draw, middle_round, summary
 
 from stretto.evals.workers import Worker
 
