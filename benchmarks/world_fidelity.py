@@ -28,7 +28,7 @@ from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
 from stretto.deploy.world_plans import ahead_of, plan_of
-from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, pooled, run, simulated
+from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, run, simulated
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
 from stretto.sched.cluster import StreamSpec
@@ -153,10 +153,10 @@ def row_of(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], floa
     script = case.script(bench.profile, weather, chunks)
     row["seconds"] = round(script.seconds, 2)
     short = bench.short_of_memory(plan)
-    if short or left_s() < 1.6 * script.seconds + 4.0:
-        return row | ({"skipped": short} if short else {"not_run": f"needs {1.6 * script.seconds + 4.0:.0f} s"})
+    if short or left_s() < needed_s(script):
+        return row | ({"skipped": short} if short else {"not_run": f"needs {needed_s(script):.0f} s"})
     began_s = time.monotonic()
-    done = run(bench, plan, script, rehearse=0.5)
+    done = run(bench, plan, script)
     rows = comparison(done.measured, done.expected, script.spans)
     return row | {
         "rows": rows,

@@ -25,7 +25,7 @@ import torch
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
-from stretto.deploy.world_trial import NOISE, Entry, Script, figures, run
+from stretto.deploy.world_trial import NOISE, Entry, Script, figures, needed_s, run
 from stretto.deploy.worlds import TINY, config_of
 from stretto.sched.cluster import ModelView, Placed, StreamSpec
 from stretto.sched.equal import equal_ranks
@@ -116,12 +116,12 @@ def row_of(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str
     }  # fmt: skip
     if trial.interval_s:
         row["promised_interval_ms"] = round(trial.interval_s * 1e3, 2)
-    script, needs_s = trial.script, 1.4 * trial.seconds + 4.0
+    script = trial.script
     if short := bench.short_of_memory(plan):
         return row | {"skipped": short}
-    if left_s() < needs_s:
-        return row | {"not_run": f"needs {needs_s:.0f} s"}
-    done = run(bench, plan, script, rehearse=0.4)
+    if left_s() < needed_s(script):
+        return row | {"not_run": f"needs {needed_s(script):.0f} s"}
+    done = run(bench, plan, script)
     (span,) = script.spans
     measured, expected = (figures(tracks, span, trial.interval_s) for tracks in (done.measured, done.expected))
     a, b = measured["chunks_per_s"], expected["chunks_per_s"]

@@ -28,7 +28,7 @@ def bench() -> Iterator[WorldBench]:
 def test_a_script_runs_on_the_engine_and_in_the_simulator(bench: WorldBench) -> None:
     plan = replace(plan_of("batched", bench.profile, ("cpu:0",), "eager"), in_flight=2)
     entries = [Entry(), Entry(start_s=0.5), Entry(stop_s=0.6)]
-    done = run(bench, plan, Script(entries, 1.2, ((0.1, 0.5), (0.7, 1.2))), rehearse=0.2)
+    done = run(bench, plan, Script(entries, 1.2, ((0.1, 0.5), (0.7, 1.2))))
     for tracks in (done.measured, done.expected):
         first, late, cancelled = tracks
         assert first.out[-1][1] > 0.9

@@ -26,7 +26,7 @@ from stretto.models.wan_config import WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
 from stretto.runtime.fleet import Workers
-from stretto.runtime.layout import Streams, state_slots
+from stretto.runtime.layout import Streams, state_on, state_slots
 from stretto.runtime.profiler import Times, hop_ms
 
 ACTION_HORIZON = 32  # of the action chunks that frames are converted to
@@ -58,7 +58,7 @@ class WorldBench:
         with torch.inference_mode():
             options = ProfileOptions(config.name, batches=case.batches or (1, len(config.levels)), n=case.profile_n)
             self.profile = profile_world(config, first, case.mode, options)
-        _free()
+        free()
         self._model: AnywhereModel | None = None
         self._noise = np.random.default_rng(0).standard_normal((4, *config.latent_shape), dtype=np.float32)
 
@@ -82,7 +82,7 @@ class WorldBench:
                 yield row | ({"skipped": short} if short else self.run(plan))
             except Exception as error:  # one case must not cost the others their figures
                 yield row | {"error": f"{type(error).__name__}: {error}"}
-            _free()
+            free()
 
     def heading(self, plan: str) -> dict[str, Any]:
         config, case = self.config, self.case
@@ -120,16 +120,11 @@ class WorldBench:
         everything = self.case.workers == "threads"
         stages = [s for s in self.profile.order if everything or s in used]
         slots = state_slots(describes, plan, device, self.held(plan))
-        state = 0
-        for stage in used:
-            key = next((k for v in describes.route.visits if v.stage == stage and (k := describes.state_key(v))), None)
-            if key is not None:
-                per_slot = sum(describes.state[n].nbytes for n in describes.route.stages[stage].state)
-                state += per_slot * slots[key.pool]
+        state = state_on(describes, plan, device)
         chunks = 2 * plan.batch_cap(device) * max(1, self.case.streams) + plan.in_flight
         return {
             "weight_bytes": sum(self.profile.stage(s).weight_bytes for s in stages),
-            "state_bytes": state,
+            "state_bytes": sum(slots[pool] * spec.nbytes for pool, some in state.items() for spec in some.values()),
             "value_bytes": (chunks + 1) * self.profile.chunk_bytes,
         }
 
@@ -177,7 +172,7 @@ class WorldBench:
         slots = self.slots(plan)
         if self.case.workers == "processes":
             self._model = None
-            _free()
+            free()
             return Engine(self.describes, plan, slots=slots, streams=self.held(plan), workers=Workers(self.world))
         if self._model is None:
             self._model = self.world.on(self.case.devices)
@@ -246,7 +241,8 @@ class WorldBench:
         return hop_ms(placement.device, to, self.profile.stage(stage).crossing_bytes)
 
 
-def _free() -> None:
+def free() -> None:
+    """Give back the device memory of engines that are no more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

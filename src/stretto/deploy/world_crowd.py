@@ -67,7 +67,7 @@ def crowd(bench: WorldBench, method: str = "portfolio") -> dict[str, Any]:
         return row | {"skipped": short}
     entries = [Entry(name, (i * 0.618 % 1.0) * promised_s, interval_s=promised_s) for i, name in enumerate(plan.classes)]
     script = Script(entries, _INTERVALS * promised_s, ((_SETTLE * promised_s, _INTERVALS * promised_s),))
-    done = run(bench, plan, script, rehearse=0.5)
+    done = run(bench, plan, script)
     (span,) = script.spans
     measured, expected = (figures(tracks, span, promised_s) for tracks in (done.measured, done.expected))
     per_chunk = bench.profile.facts["pixel_frames_per_chunk"]

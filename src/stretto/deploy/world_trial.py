@@ -19,7 +19,7 @@ from stretto.core.chunk import Chunk
 from stretto.core.errors import CapacityError, StrettoError
 from stretto.core.plan import Plan
 from stretto.deploy.drive import Feed
-from stretto.deploy.world_bench import WorldBench
+from stretto.deploy.world_bench import WorldBench, free
 from stretto.deploy.world_plans import ahead_of
 from stretto.runtime.engine import Engine, Stream
 from stretto.sched.outcome import quantile
@@ -27,6 +27,7 @@ from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
+REHEARSAL_S, _REHEARSALS = 2.0, 4
 Span = tuple[float, float]
 NOISE = 0.01
 """Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
@@ -124,6 +125,11 @@ class Player:
     def stop(self) -> None:
         self.stopped = True
         self.stream.close()
+
+
+def needed_s(script: Script) -> float:
+    """Return about how long a run of a script takes, with the engine's start and its rehearsals."""
+    return 4.0 + script.seconds + 2.5 * max(REHEARSAL_S, 0.2 * script.seconds)
 
 
 def play(
@@ -244,8 +250,8 @@ class Run:
         return out | ({"failed": failed} if failed else {})
 
 
-def run(bench: WorldBench, plan: Plan, script: Script, *, rehearse: float) -> Run:
-    """Run a script on a new engine, after a rehearsal of this share of it that captures its graphs, and simulate it.
+def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
+    """Run a script on a new engine, once rehearsals of it need no new graphs, and simulate it.
 
     Raises:
         StrettoError: if the engine cannot start.
@@ -258,12 +264,19 @@ def run(bench: WorldBench, plan: Plan, script: Script, *, rehearse: float) -> Ru
         def prepare(stream: Stream) -> None:
             stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
 
-        play(engine, script, bench.feed, bench.first_chunk, prepare, share=rehearse)
+        before, share = -1, min(1.0, max(0.2, REHEARSAL_S / script.seconds))
+        for _ in range(_REHEARSALS):
+            if engine.captures - before <= 1:
+                break
+            before = engine.captures
+            play(engine, script, bench.feed, bench.first_chunk, prepare, share=share)
         before = engine.captures
         tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
         graphs = engine.captures
     finally:
         engine.close()
+        del engine
+        free()
     weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
     expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
     return Run(script, tracks, expected, graphs, graphs - before)

@@ -27,7 +27,7 @@ from stretto.models.wan_stages import CONTEXT
 from stretto.runtime.engine import Engine, Stream
 from stretto.runtime.fleet import Workers
 from stretto.runtime.layout import arenas_for
-from stretto.runtime.residents import state_keys
+from stretto.runtime.pools import StatePools
 from stretto.runtime.rows import BatchRows
 from stretto.runtime.worker import Transport
 
@@ -64,7 +64,7 @@ class Serial:
         self.model, self.stream = model, stream
         plan = whole_plan(model.route, "cpu")
         self.arenas = arenas_for(model, plan, "cpu", torch.device("cpu"), slots=1, streams=1)
-        keys = state_keys(model, plan.classes["default"], "cpu")
+        keys = StatePools(model, plan.classes, "cpu").keys("default")
         self.slots = {key: self.arenas.state_slots[key.pool].take() for key in keys}
         self.version = 0
         self.context: Tensor | None = None

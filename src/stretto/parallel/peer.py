@@ -127,8 +127,6 @@ class PeerOutbox(Outbox):
         except RuntimeError as e:
             raise LinkError(f"memory of {peer} cannot be opened from {device}: {e}") from e
         self._free = deque(range(len(self._pages)))
-        # To wait for an event of another process that nobody has recorded yet ends this one, so a new page is not waited for.
-        self._fresh = set(self._free)
         self._start()
 
     def _goodbye(self) -> None:
@@ -147,10 +145,7 @@ class PeerOutbox(Outbox):
     def _write(self, header: Any, values: Values, ready: Mark) -> None:
         page = self._page()
         ready.wait()
-        if page in self._fresh:
-            self._fresh.remove(page)
-        else:
-            self._read[page].wait()
+        self._read[page].wait()
         self._layout.store(self._pages[page], values)
         hold_for_current_stream(values.values())
         self._written[page].record()

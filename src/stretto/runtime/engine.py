@@ -27,9 +27,10 @@ from stretto.parallel.local import LocalLink
 from stretto.runtime.executor import Executor
 from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
-from stretto.runtime.layout import Streams, slots_per_stream, state_slots
+from stretto.runtime.layout import Streams, state_slots
 from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.pending import Answer, Pending
+from stretto.runtime.pools import StatePools
 from stretto.runtime.seat import Seat
 from stretto.runtime.stream import Stream as Stream
 from stretto.runtime.ways import MAIN, ways_of
@@ -85,6 +86,7 @@ class Engine:
             self.executors = self._fleet.seats
         else:
             self.executors = self._executors(slots, streams, callers_launch)
+        self._state = {d: StatePools(model, plan.classes, d) for d in self.executors}
         self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
 
     def _executors(self, slots: int, streams: Streams, callers_launch: bool | None) -> dict[str, Executor]:
@@ -169,7 +171,7 @@ class Engine:
         for device in dict.fromkeys(p.device for p in placements):
             if self.executors[device].dead:
                 raise WorkerDiedError(f"device {device} is down: {self.executors[device].dead}")
-        need = {d: Counter(slots_per_stream(self.model, placements, d)) for d in self.executors}
+        need = {d: Counter(self._state[d].counts(name)) for d in self.executors}
         with self._lock:
             for d, wanted in need.items():
                 if not wanted <= self._free_state[d]:
@@ -246,9 +248,8 @@ class Engine:
             stream.held.clear()
         for flow in held:
             self._fail(flow, StreamClosedError("the stream was closed"))
-        placements = self.plan.placements(stream.stream_class)
         for name, executor in self.executors.items():
-            slots = slots_per_stream(self.model, placements, name)
+            slots = self._state[name].counts(stream.stream_class)
             executor.close_stream(stream.id, partial(self._freed, name, slots))
 
     def _freed(self, device: str, slots: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ from stretto.core.model import CapturesByRows, Model
 from stretto.core.plan import Placement, Plan
 from stretto.core.route import TensorSpec
 from stretto.runtime.arena import Arenas, InputLayout
-from stretto.runtime.residents import state_keys
+from stretto.runtime.pools import StatePools
 from stretto.runtime.ways import Ways, ways_of
 
 Streams = int | Mapping[str, int]
@@ -36,9 +36,10 @@ def values_on(ways: Ways, device: str) -> set[str]:
 def state_on(model: Model, plan: Plan, device: str) -> dict[str, dict[str, TensorSpec]]:
     """Return the state tensors of the stages on a device, by the pool whose slots index them."""
     pools: dict[str, dict[str, TensorSpec]] = {}
+    known = StatePools(model, plan.classes, device)
     for p in placed_on(plan, device):
         for visit in model.route.on(p.segment):
-            key = model.state_key(visit)
+            key = known.key(visit)
             for name in model.route.stages[visit.stage].state if key else ():
                 pools.setdefault(key.pool, {})[name] = model.state[name]  # type: ignore[union-attr]
     return pools
@@ -50,19 +51,12 @@ def unpadded(model: Model, pools: Mapping[str, Mapping[str, TensorSpec]]) -> set
     return {pool for pool, tensors in pools.items() if not padded & set(tensors)}
 
 
-def slots_per_stream(model: Model, placements: tuple[Placement, ...], device: str) -> dict[str, int]:
-    """Return how many slots of each pool one stream takes on a device."""
-    counts: dict[str, int] = {}
-    for key in state_keys(model, placements, device):
-        counts[key.pool] = counts.get(key.pool, 0) + 1
-    return counts
-
-
 def state_slots(model: Model, plan: Plan, device: str, streams: Streams) -> Mapping[str, int]:
     """Return the slots of each pool on a device; where any class may come, for the most demanding one."""
     counts: dict[str, int] = {}
-    for name, placements in plan.classes.items():
-        for pool, n in slots_per_stream(model, placements, device).items():
+    pools = StatePools(model, plan.classes, device)
+    for name in plan.classes:
+        for pool, n in pools.counts(name).items():
             if isinstance(streams, int):
                 counts[pool] = max(counts.get(pool, 0), n * streams)
             else:

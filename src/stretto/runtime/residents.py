@@ -12,13 +12,8 @@ from stretto.core.model import Model, StateKey
 from stretto.core.route import Segment
 from stretto.runtime.arena import SlotPool
 from stretto.runtime.flow import Flow
+from stretto.runtime.pools import StatePools
 from stretto.runtime.ways import MAIN, Placements, Ways
-
-
-def state_keys(model: Model, placements: Placements, device: str) -> tuple[StateKey, ...]:
-    """Return the distinct state slots that a stream of these placements needs on a device, in route order."""
-    visits = (v for p in placements if p.device == device for v in model.route.on(p.segment))
-    return tuple(dict.fromkeys(key for v in visits if (key := model.state_key(v)) is not None))
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,9 @@ class Residents:
     def __init__(self, model: Model, device: str, pools: Mapping[str, SlotPool], ways: Ways) -> None:
         self._model, self._device, self._pools, self._ways = model, device, pools, ways
         self._orders = {name: Order(batons(model, placed, ways)) for name, placed in ways.placed.items()}
-        self._keys = {name: state_keys(model, placed[MAIN], device) for name, placed in ways.placed.items()}
+        known = StatePools(model, {name: placed[MAIN] for name, placed in ways.placed.items()}, device)
+        self._keys = {name: known.keys(name) for name in ways.placed}
+        self._key_of = known.key
         self._streams: dict[int, Resident] = {}
 
     def __contains__(self, stream: int) -> bool:
@@ -149,7 +146,7 @@ class Residents:
         slots = self._streams[stream].slots
         if not slots:
             return ()
-        keys = [model.state_key(v) for v in model.route.on(segment)]
+        keys = [self._key_of(v) for v in model.route.on(segment)]
         return tuple(0 if key is None else slots[key] for key in keys)
 
     def conditions(self, stream: int, versions: Mapping[str, int]) -> dict[str, tuple[int, Tensor]]:
