@@ -25,14 +25,14 @@ from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
-from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, PrefixKV
+from stretto.models.pi0_expert import ExpertNorms, GemmaBlock, PrefixKV
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 from stretto.models.pi0_vision import VisionBlock
 
 Make = Callable[[str, Tensor, Tensor | None], Reader]
-EXPERT_ROWS = Expert.few_rows + 1
-"""From this many suffix tokens in a batch on, the expert runs in FP8: below, reading the weights takes longer than to multiply,
-and the bf16 kernels for few rows do it in fewer launches."""
+EXPERT_ROWS = 400
+"""From this many suffix tokens in a batch on, the expert runs in FP8. With fewer, launches and reading weights take longer than
+to multiply, and FP8 gained nothing on an H200."""
 
 
 class Readers(NamedTuple):

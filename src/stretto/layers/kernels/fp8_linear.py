@@ -1,7 +1,8 @@
 """FP8 products: plain, and with the GELU or GeGLU that follows them, whose result is written in e4m3 for the next product.
 
 With what follows, either one kernel does it all on the accumulator, or cuBLAS makes the product in bf16 and a pass codes it; in
-parts, so that a part is still in the cache. Which of them at a shape is a measured choice; without one it is cuBLAS, whole.
+parts, so that a part is still in the cache. Which of them at a shape is a measured choice. Without one it is the kernel for
+large products on devices that have TMA, else cuBLAS.
 
 `scales` are those of the two coded matrices, each a tensor of no axes. Multiplier as in fp8_activation, of one element.
 
@@ -30,6 +31,10 @@ except ImportError:
     TensorDescriptor = None
 
 Scales = tuple[Tensor, Tensor]
+TMA_CAPABILITY = (9, 0)
+LARGE = (512, 1152)
+"""Rows and inner width from which on the kernel won at every shape that was measured on an H200."""
+GEGLU_RULE, GELU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1), Tiling(128, 256, 128, 3, 8, 8, 1)
 PARTS = (1, 2, 4, 8, 16, 32)
 FIELDS = {**gemm.FIELDS, "parts": PARTS}
 
@@ -127,13 +132,20 @@ def _fused(
 def _run(
     choice: Config | None, x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, multiplier: Tensor, gated: bool
 ) -> Tensor:
-    if choice is not None and choice["impl"] == "triton":
+    choice = _rule(x, GEGLU_RULE if gated else GELU_RULE) if choice is None else choice
+    if choice["impl"] == "triton":
         return _fused(x, codes_NK, bias_N, scales, multiplier, Tiling.of(choice), gated=gated)
-    parts, columns = 1 if choice is None else int(choice["parts"]), codes_NK.shape[0] // (2 if gated else 1)
-    out = torch.empty(*x.shape[:-1], columns, dtype=E4M3, device=x.device)
+    out = torch.empty(*x.shape[:-1], codes_NK.shape[0] // (2 if gated else 1), dtype=E4M3, device=x.device)
+    parts = int(choice["parts"])
     for rows, into in zip(x.flatten(0, -2).chunk(parts), out.flatten(0, -2).chunk(parts), strict=True):
         activate_into(fp8_linear(rows, codes_NK, bias_N, scales, torch.bfloat16), multiplier, into, gated=gated)
     return out
+
+
+def _rule(x: Tensor, tiling: Tiling) -> Config:
+    large = x.numel() // x.shape[-1] >= LARGE[0] and x.shape[-1] >= LARGE[1]
+    tma = x.is_cuda and torch.cuda.get_device_capability(x.device) >= TMA_CAPABILITY
+    return tiling.config if large and tma else {"impl": "cublas", "parts": 1}
 
 
 def run_geglu(choice: Config | None, x: Tensor, codes_2FK: Tensor, scales: Scales, multiplier: Tensor) -> Tensor:
