@@ -54,10 +54,9 @@ class Graphs:
     def capture_live(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture what has just run eagerly at the same shapes, while other devices and threads go on.
 
-        Nothing is executed. Synchronises this device, so that no graph that is dropped for it is still running.
+        Nothing is executed and the device goes on with what it has. A graph that is dropped for this one must have been idle
+        for longer than launches are queued, as `Recent` sees to.
         """
-        device = self.stream.device
-        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with _CAPTURING, torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -156,7 +156,7 @@ class Program:
     def launch(self, members: Sequence[Member], lengths: Mapping[str, int]) -> Ran:
         """Run the segment for these members on the current stream; `lengths` are their longest real lengths.
 
-        Does not synchronise, except to capture a key that is new. Returns how it really ran.
+        Does not synchronise. Returns how it really ran.
         """
         fitted = tuple(b.fit(lengths.get(b.axis, b.lengths[0])) for b in self.buckets)
         if self._by_rows:
