@@ -36,10 +36,23 @@ part_fidelity_processes() {
   limited fidelity_processes 100 $PY benchmarks/world_fidelity.py --budget 85 --models wan2.1-1.3b --workers processes \
     --out "$OUT/world_fidelity_${GPUS}x_processes_h200.json"
 }
-part_seeds() { limited seeds 140 $PY benchmarks/world_seeds.py --budget 120 --out "$OUT/world_seeds_${GPUS}x_h200.json"; }
-part_worlds() { # one stream, window 21, no decoder: what most plans are compared by
-  limited worlds 150 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --minutes 2.1 \
-    --out "$OUT/world_${GPUS}x_h200.json"
+part_seeds() {
+  local parts="seed-2gpu convoy joint seed-1gpu"
+  [ "$GPUS" -eq 1 ] && parts=seed-1gpu
+  limited seeds 160 $PY benchmarks/world_seeds.py --budget 140 --seconds 2 --parts $parts --out "$OUT/world_seeds_${GPUS}x_h200.json"
+}
+plans="serial batched by_step by_stage by_block_batched"
+part_worlds() { # one stream, window 21, no decoder, chunks of three frames: what plans are compared by
+  limited worlds 130 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --minutes 1.8 --chunk-frames 3 \
+    --models wan2.1-1.3b wan2.1-14b --plans $plans --out "$OUT/world_${GPUS}x_chunk3_h200.json"
+}
+part_worlds_quick() { # the same with chunks of one frame
+  limited worlds_quick 110 $PY benchmarks/world.py --windows 21 --decoders none --seconds 1.5 --minutes 1.5 --chunk-frames 1 \
+    --models wan2.1-1.3b wan2.2-5b wan2.1-14b --plans $plans --out "$OUT/world_${GPUS}x_chunk1_h200.json"
+}
+part_worlds_rest() { # the plans that are left, and as many streams as the planner admits
+  limited worlds_rest 110 $PY benchmarks/world.py --windows 21 --decoders none --seconds 1.5 --minutes 1.5 --chunk-frames 1 \
+    --models wan2.1-1.3b wan2.2-5b wan2.1-14b --plans portfolio by_block circular --out "$OUT/world_${GPUS}x_rest_h200.json"
 }
 part_worlds_decoded() { # with the decoder as a stage
   limited worlds_decoded 100 $PY benchmarks/world.py --windows 21 --decoders vae --seconds 2 --minutes 1.3 --chunk-frames 1 \
@@ -74,7 +87,7 @@ for name in "$@"; do
   [ "$name" = + ] || declare -F "part_$name" >/dev/null || { echo "no part $name: see --list" >&2; exit 1; }
 done
 
-first="checks bench load roofline" second="blocks clients rtc_cost" all="smoke fidelity seeds worlds worlds_decoded worlds_processes"
+first="checks bench load roofline" second="blocks clients rtc_cost" all="smoke fidelity seeds worlds worlds_quick worlds_processes"
 [ $# -gt 0 ] && { first="$*" second="" all=""; }
 [ "${first#*" + "}" != "$first" ] && { second=${first#*" + "} first=${first%%" + "*}; }
 if [ -n "$second" ] && [ "$GPUS" -gt 1 ]; then
@@ -82,7 +95,7 @@ if [ -n "$second" ] && [ "$GPUS" -gt 1 ]; then
   (export CUDA_VISIBLE_DEVICES=0; parts $first) & (export CUDA_VISIBLE_DEVICES=1; parts $second) & wait
   GPUS=$everyone
 else
-  [ -n "$all" ] && [ "$GPUS" -eq 1 ] && all="fidelity seeds worlds worlds_decoded worlds_short"
+  [ -n "$all" ] && [ "$GPUS" -eq 1 ] && all="fidelity seeds worlds worlds_quick worlds_rest worlds_decoded worlds_short"
   parts $first $second
 fi
 parts $all

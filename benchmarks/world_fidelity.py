@@ -90,13 +90,13 @@ def cases(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterat
         yield from placed(profile, devices, bench)
         return
     ring = make("by_block_batched")
-    yield Case("by_block_batched, 1 stream", ring, alone)
-    yield Case("by_block_batched, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
     yield Case("by_step, 1 stream", make("by_step"), alone)
+    yield Case("by_block_batched, 1 stream", ring, alone)
     yield Case("by_step, 3 streams, one arrives, one is cancelled", tuned(make("by_step"), 2), alone * 3, changes=True)
     yield from placed(profile, devices, bench)
-    yield other_cuts(profile, devices, bench)
     yield Case("by_block_batched, 2 streams", tuned(ring, 4), alone * 2)
+    yield other_cuts(profile, devices, bench)
+    yield Case("by_block_batched, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
     yield Case("by_block, 1 stream", make("by_block"), alone)
     yield Case("by_stage, 1 stream", make("by_stage"), alone)
 

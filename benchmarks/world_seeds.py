@@ -67,7 +67,7 @@ def settled(profile: Profile, name: str, plan: Plan, streams: int, seconds: floa
 def seed(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
     fixed, *batched = single_plans(profile, [Device(d) for d in devices])
     yield settled(profile, "fixed order, one stage in one slot", fixed, 1, seconds)
-    for plan in batched:
+    for plan in (p for p in batched if p.in_flight > fixed.in_flight):
         cap = plan.batch_cap(devices[0])
         yield settled(profile, f"batched time slices, {plan.in_flight} chunks in flight, cap {cap}", plan, 1, seconds)
 
@@ -76,7 +76,7 @@ def convoy(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator
     ring = by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM).with_dispatch("earliest_deadline_first")
     ring = replace(ring, in_flight=RING_FLYING)
     for ahead in (0, 1):
-        for cap in (RING_STREAMS * RING_FLYING, 2, 1):
+        for cap in (RING_STREAMS * RING_FLYING, 2):
             how = "launched ahead" if ahead else "chosen when the device is free"
             plan = replace(ring, ahead=ahead, batch_caps=dict.fromkeys(devices, cap))
             yield settled(profile, f"batches of up to {cap}, {how}", plan, RING_STREAMS, seconds)
