@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
-from stretto.layers.kernels.fp8_activation import E4M3, geglu_fp8, gelu_tanh_fp8, to_fp8
-from stretto.layers.kernels.fp8_linear import _inputs, fp8_linear_geglu, fp8_linear_gelu, run_geglu, run_gelu
+from stretto.layers.kernels.fp8_activation import E4M3, fp8_chip, geglu_fp8, gelu_tanh_fp8, to_fp8
+from stretto.layers.kernels.fp8_linear import (
+    _inputs,
+    fp8_linear,
+    fp8_linear_geglu,
+    fp8_linear_gelu,
+    fp8_linear_reference,
+    run_geglu,
+    run_gelu,
+)
 from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.kernels.linear_rope import rotary_table
@@ -27,7 +35,7 @@ SHAPES = [(2, 3, 33), (1, 5, 64)]
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_every_fp8_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "", __file__]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -132,3 +140,18 @@ def test_rotated_heads_in_their_arena(heads: int) -> None:
     got = rotate_write.kernel(qkv, table, *arenas[0], slots, heads=heads)
     torch.testing.assert_close(got, rotate_write.reference(qkv, table, *arenas[1], slots, heads=heads))
     torch.testing.assert_close(arenas[0], arenas[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [50, 968])
+def test_the_chips_product_is_the_reference(rows: int, bias: bool) -> None:
+    if not fp8_chip(torch.device("cuda")):
+        pytest.skip("no FP8 on this GPU")
+    x, codes, scales, _ = _inputs((rows, 1152, 4304), 4304, torch.device("cuda"))
+    shift = normal(4304) if bias else None
+    got, want = (
+        fp8_linear(x, codes, shift, scales, torch.bfloat16),
+        fp8_linear_reference(x, codes, shift, scales, torch.float32),
+    )
+    torch.testing.assert_close(got.float(), want, atol=0.03, rtol=0.02)
