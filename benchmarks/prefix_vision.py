@@ -46,6 +46,7 @@ def shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted
     yield "linear_gelu", (patches, vision.width, vision.mlp), dtype
     size = vision.width // vision.heads
     yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
+    yield "add_rms_norm", (rows, language.width), dtype
     yield "affine_layer_norm", (patches, vision.width, 1), dtype
     yield "linear_rope_write", (rows, language.width, *heads), dtype
     if batch < 8:

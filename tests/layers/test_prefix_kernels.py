@@ -111,9 +111,9 @@ def test_attention_over_a_slot_with_holes_in_its_mask(keys: int) -> None:
 
 @kernel_test
 @pytest.mark.parametrize("keys", [32, 40])
-def test_attention_with_a_head_size_that_is_no_power_of_two(keys: int) -> None:
-    qkv = normal(3, keys, 3 * 4 * 24)
-    q, k, v = qkv.unflatten(-1, (3, 4, 24)).unbind(2)
+@pytest.mark.parametrize("size", [24, 72, 104])
+def test_attention_with_a_head_size_that_is_no_power_of_two(keys: int, size: int) -> None:
+    q, k, v = normal(3, keys, 3 * 4 * size).view(3, keys, 3, 4, size).unbind(2)
     assert takes(q, k, v)
     agree(tma_attention(q, k, v, Tiling(32, 32, 4, 2)), attention.reference(q, k, v))
 

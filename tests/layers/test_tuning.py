@@ -139,6 +139,7 @@ def test_merging_replaces_what_was_measured_again_and_keeps_the_rest() -> None:
 SHAPES = {
     "dense": (968, 16384, 2048, 0),
     "affine_layer_norm": (768, 1152, 1),
+    "add_rms_norm": (968, 2048),
     "linear_geglu": (968, 2048, 16384),
     "linear_gelu": KEY,
     "linear_rope_write": (968, 2048, 8, 1, 256),

@@ -32,7 +32,7 @@ FIELDS: Mapping[str, tuple[int | str, ...]] = {
     "block_k": (32, 64, 128),
     "stages": (2, 3, 4, 5, 6),
     "warps": (4, 8),
-    "group": (1, 4, 8, 16),
+    "group": (1, 4, 8, 16, 32),
     "persistent": (0, 1),
 }
 

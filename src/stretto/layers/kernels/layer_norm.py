@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -146,14 +145,12 @@ def _affine_layer_norm_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     inside = (column < width) & (row < rows)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
-    await_inputs(OVERLAP)
     at = row * width + column
     value = tl.load(x + row % period * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -223,12 +220,11 @@ def _launch_affine(
 ) -> None:
     """Run the kernel by one choice, by default the measured one."""
     x, width = x.contiguous(), x.shape[-1]
-    rows, period, block, overlap = out.numel() // width, x.numel() // width, block_of(width), overlaps(x)
+    rows, period = out.numel() // width, x.numel() // width
     choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
     _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
         x, x if y is None else y.contiguous(), out, out if total is None else total, weight_D, bias_D, rows, period, width, eps,
-        ADD=y is not None, ROWS=int(choice["rows"]), BLOCK=block, OVERLAP=overlap,
-        num_warps=int(choice["warps"]), launch_pdl=overlap,
+        ADD=y is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width), num_warps=int(choice["warps"]),
     )  # fmt: skip
 
 

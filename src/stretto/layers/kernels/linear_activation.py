@@ -20,14 +20,7 @@ from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
-GELU_BLOCKS = (
-    (128, 128, 64, 4, 8),
-    (128, 256, 64, 3, 8),
-    (256, 128, 64, 3, 8),
-    (128, 128, 64, 4, 4),
-    (128, 64, 64, 4, 4),
-    (64, 128, 64, 4, 4),
-)
+BLOCKS = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (64, 64, 64, 6, 4))
 
 
 def linear_geglu_reference(x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -95,7 +88,7 @@ def _in_parts(x: Tensor, weight_2FK: Tensor, parts: int) -> Tensor:
 
 
 def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
-    groups = (8,) if key[0] <= 1024 else (8, 16)
+    groups = (8,) if key[0] <= 1024 else (8, 16) if key[0] < 16384 else (8, 16, 32)
     return [
         Tiling(m, n, k, stages, warps, group, persistent).config
         for m, n, k, stages, warps in blocks
@@ -105,13 +98,13 @@ def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    parts = (1, *(n for n in (2, 4, 8, 16, 32, 64) if 400 <= key[0] // n <= 8000))
+    parts = (1, *(n for n in (2, 4) if key[0] // n >= 4000))
     whole: list[Config] = [{"impl": "cublas", "parts": n} for n in parts]
-    return [*whole, *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8), (128, 64, 64, 3, 4)])]
+    return [*whole, *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)])]
 
 
 def _dense_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, *_tilings(key, (*GELU_BLOCKS, (64, 64, 64, 6, 4)))]
+    return [{"impl": "cublas"}, *_tilings(key, BLOCKS)]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -120,7 +113,7 @@ def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, GELU_BLOCKS)]
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, BLOCKS)]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -144,7 +137,7 @@ linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
 dense = FusedOp(dense_reference, dense_triton)
 TUNABLES = (
     Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),
-    Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4, 8, 16, 32, 64)}, _geglu_candidates, _geglu_inputs, run_geglu),
+    Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4)}, _geglu_candidates, _geglu_inputs, run_geglu),
     Tunable(
         "linear_gelu", {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "triton")}, _gelu_candidates, _gelu_inputs, run_gelu
     ),

@@ -20,7 +20,6 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling, halves
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -103,9 +102,7 @@ def _rotate_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
@@ -225,12 +222,11 @@ def _pass(
 ) -> Tensor:
     (batch, tokens), (kv_heads, head_dim) = qkv_BTC.shape[:2], k_arena_SPKd.shape[-2:]
     q = torch.empty(batch, tokens, heads, head_dim, dtype=qkv_BTC.dtype, device=qkv_BTC.device)
-    overlap = overlaps(qkv_BTC)
     _rotate_write_kernel[(batch * tokens,)](
         qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_of(heads + 2 * kv_heads),
-        BLOCK_HALF=block_of(head_dim // 2), OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
+        BLOCK_HALF=block_of(head_dim // 2), num_warps=4,
     )  # fmt: skip
     return q
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs, overlaps
+from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
 def rms_norm_reference(
@@ -47,12 +47,10 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < width
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    await_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -78,20 +76,47 @@ def rms_norm_triton(
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(residual)
-    _launch(x, residual, weight_D, out, total, eps, add=True, unit_offset=True)
+    key = (x.numel() // x.shape[-1], x.shape[-1])
+    choice = tuned("add_rms_norm", key, x.dtype, x.device)
+    _launch(x, residual, weight_D, out, total, eps, add=True, unit_offset=True, choice=choice)
     return out, total
 
 
 def _launch(
-    x: Tensor, residual: Tensor, weight_D: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, unit_offset: bool
+    x: Tensor,
+    residual: Tensor,
+    weight_D: Tensor,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    *,
+    add: bool,
+    unit_offset: bool,
+    choice: Config | None = None,
 ) -> None:
     width = x.shape[-1]
-    block, overlap = block_of(width), overlaps(x)
+    block = block_of(width)
     _rms_norm_kernel[(x.numel() // width,)](
-        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block, OVERLAP=overlap,
-        num_warps=warps_of(block), launch_pdl=overlap,
+        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block,
+        num_warps=warps_of(block) if choice is None else int(choice["warps"]),
     )  # fmt: skip
+
+
+def _candidates(key: Key) -> list[Config]:
+    return [{"warps": warps} for warps in dict.fromkeys((warps_of(block_of(key[1])), 2, 4, 8, 16))]
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual = torch.randn(2, *key, device=device)
+    return x.to(dtype), residual, torch.randn(key[1], device=device)
+
+
+def _run(choice: Config | None, x: Tensor, residual: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(x), torch.empty_like(residual)
+    _launch(x, residual, weight_D, out, total, 1e-6, add=True, unit_offset=True, choice=choice)
+    return out, total
 
 
 rms_norm = FusedOp(rms_norm_reference, rms_norm_triton)
 add_rms_norm = FusedOp(add_rms_norm_reference, add_rms_norm_triton)
+TUNABLES = (Tunable("add_rms_norm", {"warps": (1, 2, 4, 8, 16)}, _candidates, _inputs, _run),)
