@@ -30,7 +30,7 @@ from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 from stretto.models.pi0_vision import VisionBlock
 
 Make = Callable[[str, Tensor, Tensor | None], Reader]
-EXPERT_ROWS = 400
+EXPERT_ROWS = 200
 """From this many suffix tokens in a batch on, the expert runs in FP8. With fewer, launches and reading weights take longer than
 to multiply, and FP8 gained nothing on an H200."""
 
