@@ -228,7 +228,7 @@ class Kept:
             self.args.out.parent.mkdir(parents=True, exist_ok=True)
             self.args.out.write_text(json.dumps({**self.about, "rows": self.rows}, indent=1))
 
-    def choose(self, op: str, key: tuple[int, ...], timed: list[tuple[dict[str, Any], Any]]) -> None:
+    def choose(self, op: str, key: tuple[int, ...], timed: list[tuple[dict[str, Any], Any]], rule: Config) -> None:
         good = [
             (row["us"], choice) for row, choice in timed if choice is not None and "us" in row and row.get("error", 0) < 0.05
         ]
@@ -236,7 +236,8 @@ class Kept:
             return
         us, choice = min(good, key=lambda pair: pair[0])
         dtype = dtype_name(torch.bfloat16)
-        entry = Entry(op, tuple(key), dtype, choice, us, good[0][0], self.about["commit"])
+        by_rule = next((us for us, choice in good if choice == rule), us)
+        entry = Entry(op, tuple(key), dtype, choice, us, by_rule, self.about["commit"])
         self.table = self.table.merged(replace(self.table, entries=(entry,)))
         self.table.save(self.args.table)
 
@@ -263,13 +264,13 @@ def main() -> None:
                 timed.append((row, choice))
                 if time.monotonic() > until:
                     break
-            kept.choose("chunk_attention", shape, timed)
+            kept.choose("chunk_attention", shape, timed, chosen.by_rule(shape, chosen.H200_PROCESSORS)._asdict())
             if shape.keys == 512:
                 name, frames = label.split(",")[0], int(label.split()[1])
                 timed = list(gelu_rows(name, frames, shape.rows, device))
                 for row, _ in timed:
                     kept.add(row)
-                kept.choose("linear_gelu", timed[0][0]["key"], timed)
+                kept.choose("linear_gelu", timed[0][0]["key"], timed, {"impl": "cublas_gelu"})
                 for row in norm_rows(name, device) if at < 6 else ():
                     kept.add(row)
 

@@ -330,15 +330,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        from stretto.layers.kernels import chunk_attention as chosen
-
-        try:
-            chosen.split_cudnn(*(torch.randn(1, n, 12, 128, device=device).bfloat16() for n in (256, 4096, 4096)), 4)
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(json.dumps({"split_cudnn": repr(error)}), flush=True)
-            chosen.cudnn_is_fastest = lambda device: False
     configs = [tiny_config()] if args.small else [SPECS[name] for name in args.models]
     records: list[dict[str, Any]] = []
     until = time.monotonic() + args.budget_seconds

@@ -129,7 +129,7 @@ def choose(shape: Shape, q: Tensor) -> Choice:
     measured = tuned("chunk_attention", shape, q.dtype, q.device)
     if measured is not None:
         return Choice(**measured)  # type: ignore[arg-type]
-    return _by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
+    return by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
 
 
 def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
@@ -140,7 +140,11 @@ def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
     def cost_us(splits: int) -> float:
         waves = cdiv(tiles * splits, processors)
         run = waves * (cdiv(shape.keys // splits, TILE) * TILE_PAIR_US + TILE_FIXED_US)
-        return run + (0.0 if splits == 1 else JOIN_FIXED_US + out_bytes * (2 * splits + 1) / JOIN_BYTES_US)
+        if splits == 1:
+            return run
+        # Splits write what the join reads; with several rows the queries are copied for each split too.
+        moved = 2 * splits + 1 + (splits + 1 if shape.rows > 1 else 0)
+        return run + JOIN_FIXED_US + out_bytes * moved / JOIN_BYTES_US
 
     counts = [z for z in range(1, MAX_SPLITS + 1) if shape.keys % z == 0 and (z == 1 or shape.keys // z >= 4 * TILE)]
     return sorted(counts, key=lambda splits: (cost_us(splits), splits))
@@ -166,7 +170,8 @@ def prefer_fastest_attention() -> object:
 
 
 @functools.cache
-def _by_rule(shape: Shape, processors: int) -> Choice:
+def by_rule(shape: Shape, processors: int) -> Choice:
+    """Return how to attend on Hopper where no table knows the shape."""
     splits = by_waves(shape, processors)[0]
     return SDPA if splits == 1 else Choice("cudnn", splits)
 
@@ -177,10 +182,12 @@ def _sdpa(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor) -> Tensor:
 
 
 def candidates(key: Key) -> list[Config]:
-    counts = by_waves(Shape(*key))
+    shape = Shape(*key)
+    counts = by_waves(shape)
     choices = [SDPA, *(Choice("cudnn", splits) for splits in counts[:5] if splits > 1)]
-    for block_n, stages in ((128, 2), (64, 3)):
-        choices += [Choice("triton", splits, TILE, block_n, 8, stages) for splits in counts[:2]]
+    choices += [Choice("triton", splits, TILE, 64, 8, 3) for splits in counts[:2]]
+    if shape.keys < 8 * TILE:  # too short for a full pipeline: small tiles, several at once
+        choices += [Choice("triton", 1, 64, 64, 4, 2), Choice("triton", 1, 64, 64, 4, 3), Choice("triton", 1, TILE, 64, 8, 2)]
     return [cast(Config, choice._asdict()) for choice in choices]
 
 
