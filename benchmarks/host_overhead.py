@@ -35,7 +35,6 @@ from stretto.core.plan import Mode, Plan, per_visit, whole
 from stretto.deploy.provenance import provenance
 from stretto.models import pi0
 from stretto.runtime.engine import Engine
-from stretto.runtime.passage import Courier
 from stretto.runtime.program import Program
 
 SETS = 16  # different inputs in turn
@@ -83,9 +82,9 @@ def watched(engine: Engine, marks: Marks) -> Any:
     (executor,) = engine.executors.values()
     with ExitStack() as stack:
         stack.enter_context(marks.around(executor, "pack", "pack", "packed"))
-        stack.enter_context(marks.around(executor._desk, "policy", "choose", "chosen", first=True))
+        stack.enter_context(marks.around(executor._desk, "_batch", "choose", "chosen", first=True))
         stack.enter_context(marks.around(Program, "launch", "launch", "launched"))
-        stack.enter_context(marks.around(Courier, "depart", "leave", "left"))
+        stack.enter_context(marks.around(executor._launcher, "_depart", "leave", "left"))
         stack.enter_context(marks.around(engine, "_heard", "done", "passed"))
         yield
 

@@ -51,9 +51,7 @@ def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
     """Return the plans to compare, by what they do."""
     return {
         "one lane, whole route": whole(route, device, mode=mode),
-        "one lane, batches between visits": per_visit(
-            route, device, batch_cap=cap, mode=mode, dispatch="earliest_deadline_first"
-        ),
+        "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
         "two lanes, the first on 76 % of the chip": confined(overlapped(route, device, mode=mode), 0.76, device),

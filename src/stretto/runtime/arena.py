@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +63,11 @@ class InputLayout:
     offsets: Mapping[str, int]
     row_bytes: int
 
+    @cached_property
+    def _dtypes(self) -> Mapping[str, np.dtype[Any] | str]:
+        """Looked up once: numpy works a dtype's name out anew each time. It has no bfloat16, which then matches nothing."""
+        return {n: np.dtype(s.dtype) if hasattr(np, s.dtype) else s.dtype for n, s in self.specs.items()}
+
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> InputLayout:
         return InputLayout(dict(specs), *packed(specs, _ALIGN))
@@ -86,7 +93,7 @@ class InputLayout:
         raw = row.numpy()
         for name, spec in self.specs.items():
             value = np.asarray(inputs[name])
-            if value.dtype.name != spec.dtype or not _fits(value.shape, spec.shape):
+            if value.dtype != self._dtypes[name] or not _fits(value.shape, spec.shape):
                 raise FieldError(name, got=f"{value.dtype.name}{list(value.shape)}", expected=f"{spec.dtype}{list(spec.shape)}")
             target = np.ndarray(spec.shape, value.dtype, raw, self.offsets[name])
             if value.shape != spec.shape:
@@ -148,10 +155,15 @@ class Arenas:
         """Copy one packed request into a slot; asynchronous when `packed` is pinned."""
         self._packed[slot].copy_(packed, non_blocking=True)
 
-    def rows(self, names: Sequence[str], slots: Sequence[int]) -> dict[str, Tensor]:
-        """Return copies of values, [B, ...], of these slots in their order. Does not synchronise."""
+    def rows(self, names: Sequence[str], slots: Sequence[int], *, view: bool = False) -> dict[str, Tensor]:
+        """Return values, [B, ...], of these slots in their order: copies, or with `view` the storage itself where it can be.
+
+        Does not synchronise.
+        """
         first, last = slots[0], slots[-1]
         if tuple(slots) == tuple(range(first, last + 1)):
+            if view:
+                return {name: self._tensors[name][first : last + 1] for name in names}
             index = self._numbers[first : last + 1]  # no copy from the host
         else:
             index = torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)

@@ -100,6 +100,10 @@ class Desk:
     def choose(self, lane: Lane) -> Batch | None:
         """Take the batch that a lane runs next, refusing what the policy refuses; None if nothing can run now."""
         while ready := self._ready(lane):
+            if len(ready) == 1 and ready[0].deadline_s == math.inf:
+                # No policy refuses a lone task without a deadline, and none lets the device idle.
+                lane.running = ready
+                return self._batch(lane, ready)
             by_key = {self._keys[f]: f for f in ready}
             decision = self.policy(lane.free_s(), [self._seen(f) for f in ready], self.limits)
             for refusal in decision.refuse:

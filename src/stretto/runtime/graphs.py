@@ -68,15 +68,20 @@ class Graphs:
         return graph
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     """One graph with its static control tensor."""
 
     control: Tensor
     graph: torch.cuda.CUDAGraph
+    holds: Hashable = None
+    """What the control tensor was last filled for."""
 
-    def replay(self, control_cpu: Tensor) -> None:
-        self.control.copy_(control_cpu, non_blocking=True)
+    def replay(self, wanted: Hashable, control_cpu: Callable[[], Tensor]) -> None:
+        """Replay with the control rows that `wanted` names; they are made and copied only if others are there."""
+        if wanted != self.holds:
+            self.control.copy_(control_cpu(), non_blocking=True)
+            self.holds = wanted
         self.graph.replay()
 
 

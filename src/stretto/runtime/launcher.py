@@ -83,8 +83,15 @@ class Launcher:
         """Let chunks go that leave from one place of one route."""
         cut = flows[0].placements[flows[0].at - 1].segment.stop
         slots = [f.slot for f in flows]
-        rows = self._arenas.rows(self._can.route(flows[0].route).crossing(cut), slots)
+        rows = self._arenas.rows(self._can.route(flows[0].route).crossing(cut), slots, view=self._to_host(flows))
+        if self._to_host(flows):
+            # The copy to the host is ahead of whatever comes into these slots next.
+            self._depart(flows, rows)
         with self._turn:
             self._desk.touched.note(lane, slots, Stamp(self._arenas.device))
             self._desk.left(flows)
-        self._depart(flows, rows)
+        if not self._to_host(flows):
+            self._depart(flows, rows)  # the next device owns the chunks from here on
+
+    def _to_host(self, flows: Sequence[Flow]) -> bool:
+        return self._arenas.device.type == "cuda" and flows[0].at == len(flows[0].placements)

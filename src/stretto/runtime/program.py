@@ -166,7 +166,7 @@ class Program:
             self._run_eagerly(self._control(members, len(members)), members, fitted)
             return Ran(len(members), "eager")
         batch = self._bucket(len(members))
-        self._captured[batch, fitted].replay(self._control(members, batch))
+        self._captured[batch, fitted].replay(_placed(members), lambda: self._control(members, batch))
         return Ran(batch, "graph")
 
     def _run_eagerly(self, control_cpu: Tensor, members: Sequence[Member], lengths: tuple[int, ...]) -> None:
@@ -183,7 +183,7 @@ class Program:
             for visit, stage in self._by_rows:
                 rows.enter(visit)
                 stage.prepare(rows)
-            captured.replay(control)
+            captured.replay(_placed(members), lambda: control)
             return Ran(batch, "graph")
         self._run_eagerly(control, members, lengths)
         if graphs and key is not None and self._by_key.has_room():
@@ -213,6 +213,11 @@ class Program:
             if n <= bucket:
                 return bucket
         raise ConfigError("batch", got=n, expected=f"at most {self.batch_buckets[-1]} rows")
+
+
+def _placed(members: Sequence[Member]) -> Hashable:
+    """Return all that control rows say of members."""
+    return tuple([(m.row.slot, m.start, m.state_slots) for m in members])
 
 
 def _narrowed(buckets: Buckets, shapes: Mapping[str, Sequence[int]]) -> Buckets:
