@@ -1,4 +1,4 @@
-"""Time the kernels of pi0.5's image tower and prefix, choice by choice, then both stages without and with the fastest ones.
+"""Time the kernels of pi0.5's image tower and prefix, choice by choice, then both stages as shipped and with the fastest ones.
 
     python benchmarks/prefix_vision.py --out prefix_vision.json --table h200.json [--batch 1,4,32,8] [--seconds 100] [--small]
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--table", type=Path, required=True, help="table of choices to write, or to go on with")
     parser.add_argument("--batch", default="1,4,32,8", help="batch sizes, with commas, in the order of their turn")
-    parser.add_argument("--prompt", type=int, help="prompt tokens; the longest by default")
+    parser.add_argument("--prompt", help="prompt tokens, with commas; the longest by default")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
     parser.add_argument("--no-tune", action="store_true", help="only the stages")
@@ -115,13 +115,14 @@ def main() -> int:
     report = Report(args.out, device)
     report.content["triton_ops"] = {op.name: op.implementation(device) for op in OPS}
     model: Any = tiny()[0] if args.small else build_preset("pi0.5", device=str(device), dtype=dtype)
-    prompt = args.prompt or model.config.tokenizer_max_length
+    prompts = [int(n) for n in (args.prompt or str(model.config.tokenizer_max_length)).split(",")]
     batches = [int(b) for b in args.batch.split(",")]
     report.add({"case": "model built", "s": round(time.monotonic() - begin, 1)})
 
     table = table_at(args.table, device_name(device))
-    order = [w for batch in batches for w in shapes(model.config, batch, prompt, dtype) if args.only in w[0]]
-    for wanted in [] if args.no_tune else order:
+    cells = [(batch, prompt) for prompt in prompts for batch in batches]
+    order = [w for batch, prompt in cells for w in shapes(model.config, batch, prompt, dtype) if args.only in w[0]]
+    for wanted in [] if args.no_tune else dict.fromkeys(order):
         # A quarter of the time is for the stages.
         for row, entry in measured([wanted], device, begin + 0.75 * args.seconds):
             if entry is not None:
@@ -130,10 +131,9 @@ def main() -> int:
             us = None if "left" in row else floor_us(wanted, device)
             report.add(row if us is None else row | {"floor_us": round(us, 2)})
     table_env = {"STRETTO_KERNEL_TABLE": str(args.table)} if args.table.is_file() else {}
-    cases = [("rule", {}), ("table", table_env), ("table, launches apart", table_env | {"STRETTO_OVERLAP": "0"})]
-    for batch, (name, env) in itertools.product(batches, cases):
-        for variable in ("STRETTO_KERNEL_TABLE", "STRETTO_OVERLAP"):
-            os.environ.pop(variable, None)
+    cases: list[tuple[str, dict[str, str]]] = [("as shipped", {}), ("table", table_env)]
+    for (batch, prompt), (name, env) in itertools.product(cells, cases):
+        os.environ.pop("STRETTO_KERNEL_TABLE", None)
         os.environ.update(env)
         choices.cache_clear()
         if time.monotonic() - begin < args.seconds:

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import gemm
 from stretto.layers.kernels import tma_attention as tma
-from stretto.layers.kernels.language import cdiv
+from stretto.layers.kernels.language import cdiv, multiprocessors
 from stretto.layers.kernels.split_attention import FIELDS, Keys, Tiling, choose_tiling, fits, split_attention
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -179,11 +180,21 @@ def run_prefix_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Run one choice over the keys of a slot; None is the rule."""
+    choice = choice or _prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
     if choice is not None and choice["impl"] == "cudnn":
         return _cudnn(q_BTHd, k_SPKd[slots_B], v_SPKd[slots_B], mask_BP, scale)
     return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)
+
+
+def _prefix_rule(q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, mask_BP: Tensor) -> Config | None:
+    """Wide heads and many queries on Hopper take the TMA kernel, in the tile that was fastest wherever it was measured."""
+    batch, tokens, heads, head_dim = q_BTHd.shape
+    if tokens < 256 or head_dim != 256 or not (gemm.on_hopper(q_BTHd) and tma.takes(q_BTHd, k_SPKd, v_SPKd, mask_BP)):
+        return None
+    tiles = batch * cdiv(tokens * heads, 128)
+    return tma.Tiling(*((64, 32, 4, 3) if tiles < multiprocessors(q_BTHd) else (128, 64, 8, 2))).config
 
 
 def _fresh_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, **_: object) -> bool:

@@ -9,6 +9,7 @@ Shape legend: M rows, K inner width, N columns of the result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -124,6 +125,16 @@ def gemm(
         BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Tell whether x is on a GPU of the kind that the rules of TMA kernels were measured on."""
+    return x.is_cuda and _capability(x.device.index) == (9, 0)
 
 
 def takes(x: Tensor, weight_NK: Tensor, *others: Tensor | None) -> bool:

@@ -229,7 +229,7 @@ def _launch_affine(
 
 
 def _rule(width: int) -> Config:
-    return {"rows": 1, "warps": warps_of(block_of(width))}
+    return {"rows": 1, "warps": max(warps_of(block_of(width)) // 2, 1)}
 
 
 def _candidates(key: Key) -> list[Config]:

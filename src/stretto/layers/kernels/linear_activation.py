@@ -1,7 +1,8 @@
 """A linear layer with the activation that follows it, if any: one kernel, or a cuBLAS product and a pass over its result.
 
 Which of them runs at a shape is a measured choice (`layers.tuning`). Without one it is cuBLAS, which has an epilogue for GELU
-and none for GeGLU. In an epilogue the activation sees sums before they are rounded to x's dtype.
+and none for GeGLU, so that large gated products on Hopper take the kernel. In an epilogue the activation sees sums before
+they are rounded to x's dtype.
 
 Shape legend: ... any leading axes, M rows in all of them, K inner width, F hidden width.
 """
@@ -20,6 +21,8 @@ from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
+# From these on the kernel was faster than cuBLAS and a pass at every size that was measured.
+LARGE_ROWS, LARGE_WEIGHT = 768, 2**25
 BLOCKS = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (64, 64, 64, 6, 4))
 
 
@@ -64,6 +67,7 @@ def run_dense(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tenso
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
     """Run one choice; None is the rule. A product in parts is activated while it is still in the cache."""
+    choice = choice or _geglu_rule(x, weight_2FK)
     if choice is None or choice["impl"] == "cublas":
         parts = 1 if choice is None else int(choice["parts"])
         return geglu(linear(x, weight_2FK)) if parts == 1 else _in_parts(x, weight_2FK, parts)
@@ -78,6 +82,13 @@ def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor
         flat: Tensor = torch._addmm_activation(bias_F, x.flatten(0, -2), weight_FK.t(), use_gelu=True)
         return flat.view(*x.shape[:-1], -1)
     return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice), activation="gelu")
+
+
+def _geglu_rule(x: Tensor, weight_2FK: Tensor) -> Config | None:
+    rows = x.numel() // x.shape[-1]
+    if rows < LARGE_ROWS or weight_2FK.numel() < LARGE_WEIGHT or not (gemm.on_hopper(x) and gemm.takes(x, weight_2FK)):
+        return None
+    return Tiling(128, 128, 64, 3, 8, 8 if rows < 16384 else 16, 1).config
 
 
 def _in_parts(x: Tensor, weight_2FK: Tensor, parts: int) -> Tensor:
