@@ -76,8 +76,9 @@ def worlds(result: dict[str, Any]) -> Iterator[str]:
     yield from table(head, (cells(r) for r in measured))
     for r in result["rows"]:
         if "late_streams" in r:
+            model = SHORT.get(r["model"], r["model"])
             yield (
-                f"- {SHORT.get(r['model'], r['model'])}, {r['chunk_frames']} frames a chunk, {r['devices']} GPUs: there is room for "
+                f"- {model}, {r['chunk_frames']} frames a chunk, {r['devices']} GPUs: there is room for "
                 f"{r['streams']} streams of a bound of {r['bound']} ({r['bound_by']}) at {r['promised_interval_ms']:.0f} ms; "
                 f"{r['late_streams']} fell behind, {r['predicted']['late_streams']} in the simulator; response p99 "
                 f"{r['response_ms_p99']} ms, simulator {r['predicted']['response_ms_p99']} ms."

@@ -140,3 +140,22 @@ def test_a_local_link_hands_over_the_same_tensors() -> None:
     values = message(1)
     link.send({"i": 1}, values)
     assert consumer.got[0][1]["x"] is values["x"]
+
+
+@pytest.mark.multigpu
+def test_values_cross_between_two_gpus_of_one_process_in_order_while_both_are_busy() -> None:
+    there, here = torch.device("cuda:1"), torch.device("cuda:0")
+    consumer, done = Consumer(), queue.SimpleQueue[int]()
+
+    def receive(header: Any, values: Any, mark: Any) -> None:
+        consumer.receive(header, {name: value.cpu() for name, value in values.items()}, mark)
+        done.put(header["i"])
+
+    link = LocalLink(str(there), receive)
+    work = torch.randn(4096, 4096, device=there)
+    for i in range(MESSAGES):
+        work = work @ work / 64.0  # the consumer is busy, and the producer must not wait for it
+        link.send({"i": i}, {name: value.to(here) for name, value in message(i).items()})
+    assert [done.get(timeout=30) for _ in range(MESSAGES)] == list(range(MESSAGES))
+    link.close()
+    consumer.check()
