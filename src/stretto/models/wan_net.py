@@ -126,10 +126,12 @@ class WanNet(nn.Module):
         self.head = Head(config)
 
     def patchify(self, x_BFChw: Tensor) -> Tensor:
-        """Return [B, N, C p p], tokens in frame, row, column order."""
+        """Return [B, N, C p p] in the network's dtype, tokens in frame, row, column order."""
         p = self.config.patch
-        cut = torch.unflatten(torch.unflatten(x_BFChw, 4, (-1, p)), 3, (-1, p))
-        return cut.permute(0, 1, 3, 5, 2, 4, 6).flatten(4).flatten(1, 3)
+        cut = torch.unflatten(torch.unflatten(x_BFChw, 4, (-1, p)), 3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
+        # Order and dtype in one pass.
+        out = torch.empty(cut.shape, dtype=self.patch_embedding.weight.dtype, device=cut.device)
+        return out.copy_(cut).flatten(4).flatten(1, 3)
 
     def unpatchify(self, patches_BNP: Tensor) -> Tensor:
         """Return [B, F, C, h, w] from patches whose channel is the fastest axis."""

@@ -97,8 +97,7 @@ class EmbedStage:
         self.spec = StageSpec("embed", reads=("x",), writes=("h",))
 
     def run(self, rows: Rows) -> None:
-        embedding = self.net.patch_embedding
-        rows.put("h", embedding(self.net.patchify(rows.get("x")).to(embedding.weight.dtype)))
+        rows.put("h", self.net.patch_embedding(self.net.patchify(rows.get("x"))))
 
 
 class BlockStage:
