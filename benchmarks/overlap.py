@@ -1,6 +1,7 @@
 """Requests per second of one GPU at a bounded p99: one lane, batches between visits, and two lanes side by side.
 
     python benchmarks/overlap.py --out benchmarks/results/overlap_h200.json      # pi0.5 at B=1
+    python benchmarks/overlap.py --fp8 --out benchmarks/results/overlap_fp8_h200.json
     python benchmarks/overlap.py --small                                         # a tiny model on the CPU, to try the script
 
 `closed`: robots that each ask again as soon as they have their chunk. `open`: requests that come evenly spaced, with a tenth
@@ -28,6 +29,7 @@ from stretto.core.chunk import Chunk
 from stretto.core.plan import Device, Mode, Placement, Plan, overlapped, per_visit, whole
 from stretto.core.route import Route
 from stretto.deploy.provenance import provenance
+from stretto.models.pi0_fp8 import observed, quantised
 from stretto.runtime.engine import Engine
 
 Inputs = dict[str, np.ndarray]
@@ -137,6 +139,14 @@ def alone(model: Any, device: str, mode: Mode, feed: Sequence[Inputs], prompt: i
     return found
 
 
+def use_fp8(model: Any, device: str, feed: Sequence[Inputs], prompt: int) -> None:
+    """Let the model's products run in FP8, calibrated on these inputs."""
+    view, noted = observed(model.module)
+    model.run_on(view)
+    alone(model, device, "eager", feed, prompt)
+    model.run_on(quantised(model.module, {name: float(layer.largest) for name, layer in noted.items()}))
+
+
 def compared(done: Sequence[tuple[float, float, int, Chunk]], want: Sequence[np.ndarray]) -> dict[str, Any]:
     """Hold chunks against those of a lone request."""
     ones = [(c, want[turn]) for _, _, turn, c in done if max(c.batch_sizes.values()) == 1]
@@ -183,6 +193,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="products in FP8, calibrated on the same inputs")
     parser.add_argument("--robots", type=int, default=2)
     parser.add_argument("--cap", type=int, default=2, help="most robots in one batch")
     parser.add_argument("--prompt", type=int, default=200)
@@ -201,8 +212,10 @@ def main() -> None:
     model = make(args.small, args.device)
     args.prompt = min(args.prompt, model.config.tokenizer_max_length)
     feed = feed_of(model, args.prompt)
+    if args.fp8:
+        use_fp8(model, args.device, feed, args.prompt)
     want = alone(model, args.device, mode, feed, args.prompt)
-    facts = {"small": args.small, "robots": args.robots, "cap": args.cap, "prompt": args.prompt, "p99_ms": args.p99_ms}
+    facts = {name: getattr(args, name) for name in ("small", "fp8", "robots", "cap", "prompt", "p99_ms")}
     result: dict[str, Any] = {**provenance(torch.device(args.device)), **facts, "plans": {}}
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda plan=plan: tried(model, plan, feed, want, args)
