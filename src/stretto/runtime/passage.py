@@ -68,7 +68,7 @@ class Finisher:
         with self._wake:
             self._helpers += 1
         try:
-            while not done() and self._finish_next():
+            while self._finish_next(done):
                 pass
         finally:
             with self._wake:
@@ -90,11 +90,13 @@ class Finisher:
                     if self._closing and not self._items:
                         return
                     self._wake.wait()
-            self._finish_next()
+            self._finish_next(lambda: False)
 
-    def _finish_next(self) -> bool:
-        """Finish the oldest batch; False if there is none."""
+    def _finish_next(self, done: Callable[[], bool]) -> bool:
+        """Finish the oldest batch; False if there is none, or if `done` by the time that it is this thread's turn."""
         with self._turn:
+            if done():
+                return False
             try:
                 flows, outputs, stamp = self._items.popleft()
             except IndexError:

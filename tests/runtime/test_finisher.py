@@ -1,0 +1,60 @@
+"""Who waits for a chunk may wait for the device itself, but never for a chunk that is not its own once it has its own."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from stretto.core.plan import Placement
+from stretto.core.route import Segment
+from stretto.runtime.flow import Flow
+from stretto.runtime.passage import Finisher, Passage
+from stretto.runtime.timing import Stamp
+
+DEVICE = torch.device("cpu")
+
+
+def left(stream: int) -> Flow:
+    """Return a chunk that has passed its only segment."""
+    flow = Flow(stream, 0, (Placement(Segment(0, 1), "cpu:0"),), at=1, started_s=0.0)
+    flow.spans.append(("stage", Stamp(DEVICE), Stamp(DEVICE), 1))
+    return flow
+
+
+def test_a_helper_whose_chunk_another_has_finished_does_not_wait_for_the_next_one() -> None:
+    told: list[tuple[int, int]] = []
+    inside, go_on, mine = threading.Event(), threading.Event(), threading.Event()
+
+    def passed(flow: Flow, passage: Passage) -> None:
+        if flow.stream == 1:
+            inside.set()
+            go_on.wait(20)
+            mine.set()  # what the other helper waits for
+        told.append((flow.stream, threading.get_ident()))
+
+    finisher = Finisher(passed)
+    finisher.put([left(1)], None, Stamp(DEVICE))
+    finisher.put([left(2)], None, Stamp(DEVICE))
+    first = threading.Thread(target=finisher.help, args=(lambda: bool(told),))
+    first.start()
+    assert inside.wait(20)
+    second = threading.Thread(target=finisher.help, args=(mine.is_set,))
+    second.start()
+    second.join(0.05)  # it stands behind the first helper now
+    go_on.set()
+    first.join(20)
+    second.join(20)
+    assert [stream for stream, _ in told] == [1]
+    finisher.start()
+    finisher.close()
+    assert [stream for stream, _ in told] == [1, 2]
+
+
+def test_what_nobody_waits_for_is_finished_by_the_finishers_own_thread() -> None:
+    told = threading.Event()
+    finisher = Finisher(lambda flow, passage: told.set())
+    finisher.start()
+    finisher.put([left(1)], None, Stamp(DEVICE))
+    assert told.wait(20)
+    finisher.close()
