@@ -11,6 +11,8 @@ from stretto.layers.kernels.chunk_attention import (
     Choice,
     Places,
     Shape,
+    _per_split,
+    _shares,
     by_waves,
     candidates,
     chunk_attention,
@@ -48,6 +50,18 @@ def test_rows_fold_with_shares_of_their_keys_only_where_no_gap_lies_between_rows
     assert not folds(arena[1:3, :9], 3)
     assert folds(arena[1:2, :9], 3)
     assert not folds(arena[1:2, :9], 2)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_shares_are_views_of_the_keys_in_order_and_queries_are_there_for_each(rows: int) -> None:
+    arena, q = torch.randn(4, 12, 2, 8), torch.randn(rows, 5, 2, 8)
+    keys = arena[1 : 1 + rows]
+    shares, queries = _shares(keys, 3), _per_split(q, 3)
+    assert shares.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr()
+    for row in range(rows):
+        for split in range(3):
+            assert torch.equal(shares[3 * row + split], keys[row, 4 * split : 4 * split + 4].transpose(0, 1))
+            assert torch.equal(queries[3 * row + split], q[row].transpose(0, 1))
 
 
 def test_a_run_is_of_neighbouring_slots_that_hold_equally_much() -> None:

@@ -16,7 +16,7 @@ from stretto.deploy.profile import ProfileOptions, profile_world
 from stretto.deploy.world_plans import SEVERAL, plan_of
 from stretto.deploy.worlds import RandomWorld
 from stretto.models.wan import WanModel
-from stretto.models.wan_config import WanConfig, tiny_config
+from stretto.models.wan_config import Precision, WanConfig, tiny_config
 from stretto.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -28,8 +28,8 @@ def config_of(dtype: str) -> WanConfig:
     return replace(tiny_config(), width=384, heads=3, frames_per_chunk=2, window_frames=7, dtype=dtype)
 
 
-def model_of(dtype: str) -> WanModel:
-    model = WanModel(config_of(dtype), "cuda")
+def model_of(dtype: str, precision: Precision = "dtype") -> WanModel:
+    model = WanModel(replace(config_of(dtype), precision=precision), "cuda")
     model.randomize(seed=3)
     return model
 
@@ -89,6 +89,22 @@ def test_bf16_stays_near_fp32_on_the_same_weights() -> None:
     assert torch.nn.functional.cosine_similarity(*outputs, dim=0) > 0.995
 
 
+def test_fp8_stays_near_bf16_and_its_codes_give_what_they_give_without_the_chips_product() -> None:
+    with torch.inference_mode():
+        outputs = []
+        for precision in ("dtype", "fp8", "fp8-emulated"):
+            model = model_of("bfloat16", precision)  # type: ignore[arg-type]
+            if precision == "fp8-emulated":
+                for i in range(model.config.blocks):
+                    for layer in model.stages[f"block.{i}"].products.layers.values():  # type: ignore[attr-defined]
+                        layer.native = False
+            streams = Streams(model)
+            outputs.append(torch.cat([streams.chunk(0, c, model.inputs(9, 0, c)) for c in range(4)]).flatten())
+    plain, coded, emulated = outputs
+    assert 0.0 < (coded - plain).norm() / plain.norm() < 0.1
+    assert (coded - emulated).norm() / plain.norm() < 0.05
+
+
 def streamed(model: WanModel, plan: Plan, chunks: int, streams: int) -> tuple[list[list[Chunk]], list[int]]:
     """Run streams to their end; returns their chunks, and the count of captures after every round of chunks."""
     engine = Engine(model, plan, slots=8, streams=streams)
@@ -138,9 +154,13 @@ def test_two_devices_of_one_process_give_what_one_gives_eagerly(name: str) -> No
     assert got[-1].mode == "graph"
 
 
-@pytest.mark.parametrize("cuts", [(), (4, 8, 12), (1, 2, 3)])
-def test_a_stream_under_graphs_equals_the_eager_one_and_says_how_each_chunk_ran(cuts: tuple[int, ...]) -> None:
-    model = model_of("bfloat16")
+@pytest.mark.parametrize(
+    ("cuts", "precision"), [((), "dtype"), ((4, 8, 12), "dtype"), ((1, 2, 3), "dtype"), ((4, 8, 12), "fp8")]
+)
+def test_a_stream_under_graphs_equals_the_eager_one_and_says_how_each_chunk_ran(
+    cuts: tuple[int, ...], precision: Precision
+) -> None:
+    model = model_of("bfloat16", precision)
     device = "cuda:0"
     placements = tuple(Placement(segment, device) for segment in model.route.cut(cuts))
     eager = Plan("test", (Device(device),), {"default": placements}, {device: 1})

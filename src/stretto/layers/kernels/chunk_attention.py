@@ -101,11 +101,30 @@ def split_cudnn(q_BNHd: Tensor, k_BXHd: Tensor, v_BXHd: Tensor, splits: int) -> 
     The keys must fold (`folds`); all 16-bit, on a GPU. Returns [B, N, H, d].
     """
     batch, tokens, heads, _ = q_BNHd.shape
-    shares = [torch.unflatten(x, 1, (splits, -1)).flatten(0, 1).transpose(1, 2) for x in (k_BXHd, v_BXHd)]
-    q = q_BNHd[:, None].expand(-1, splits, -1, -1, -1).flatten(0, 1).transpose(1, 2)
-    part, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, *shares, None, True)
-    part_BZNHd = torch.unflatten(part, 0, (batch, splits)).transpose(2, 3)
-    return join_splits(part_BZNHd, lse.reshape(batch, splits, heads, tokens))
+    q = _per_split(q_BNHd, splits)
+    part, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, _shares(k_BXHd, splits), _shares(v_BXHd, splits), None, True
+    )
+    one, head, token, dim = part.stride()
+    part_BZNHd = part.as_strided((batch, splits, tokens, heads, part.shape[-1]), (splits * one, one, token, head, dim))
+    return join_splits(part_BZNHd, lse.view(batch, splits, heads, tokens))
+
+
+def _per_split(q_BNHd: Tensor, splits: int) -> Tensor:
+    """Return the queries once for each split, [B Z, H, N, d]; of one row without a copy."""
+    batch, tokens, heads, head_dim = q_BNHd.shape
+    if batch > 1:
+        return q_BNHd[:, None].expand(-1, splits, -1, -1, -1).flatten(0, 1).transpose(1, 2)
+    _, token, head, dim = q_BNHd.stride()
+    return q_BNHd.as_strided((splits, heads, tokens, head_dim), (0, head, token, dim))
+
+
+def _shares(x_BXHd: Tensor, splits: int) -> Tensor:
+    """Return a view of equal shares of keys or values, [B Z, H, X / Z, d]. One call: in eager mode every view costs."""
+    batch, keys, heads, head_dim = x_BXHd.shape
+    _, key, head, dim = x_BXHd.stride()
+    each = keys // splits
+    return x_BXHd.as_strided((batch * splits, heads, each, head_dim), (each * key, head, key, dim))
 
 
 def folds(k_BXHd: Tensor, splits: int) -> bool:
