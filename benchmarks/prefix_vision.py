@@ -50,9 +50,9 @@ def shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted
     yield "affine_layer_norm", (patches, vision.width, 1), dtype
     yield "linear_rope_write", (rows, language.width, *heads), dtype
     if batch < 8:
-        yield "dense", (patches, vision.mlp, vision.width, 1), dtype
+        yield "linear_add_layer_norm", (patches, vision.mlp, vision.width), dtype
+        yield "linear_add_layer_norm", (patches, vision.width, vision.width), dtype
         yield "dense", (patches, vision.width, 3 * vision.width, 1), dtype
-        yield "dense", (patches, vision.width, vision.width, 1), dtype
         yield "dense", (rows, language.heads * language.head_dim, language.width, 0), dtype
         yield "dense", (rows, language.mlp, language.width, 0), dtype
 

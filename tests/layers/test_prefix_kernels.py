@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels import gemm, linear_rope
+from stretto.layers.kernels import gemm, linear_layer_norm, linear_rope
 from stretto.layers.kernels.attention import attention, prefix_attention
-from stretto.layers.kernels.layer_norm import _launch_affine, add_layer_norm
+from stretto.layers.kernels.layer_norm import add_layer_norm, launch_affine
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
 
@@ -90,10 +91,22 @@ def test_a_rotary_table_far_into_a_prefix() -> None:
 def test_a_layer_norm_of_several_rows_a_program(rows: int, width: int, choice: dict[str, int]) -> None:
     x, residual, weight, bias = normal(rows, width), normal(rows, width, seed=1).float(), normal(width), normal(width, seed=2)
     out, total = torch.empty_like(x), torch.empty_like(residual)
-    _launch_affine(choice, residual, x, weight, bias, 1e-6, out, total)
+    launch_affine(choice, residual, x, weight, bias, 1e-6, out, total)
     want, sums = add_layer_norm.reference(x, residual, weight, bias, 1e-6)
     agree(out, want)
     agree(total, sums)
+
+
+@kernel_test
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_a_product_split_over_its_inner_width_is_summed_by_the_norm_after_it(splits: int) -> None:
+    x, weight, bias = normal(2, 35, 200), normal(72, 200, seed=1) / 14, normal(72, seed=2)
+    residual, norm = normal(2, 35, 72, seed=3).float(), normal(2, 72, seed=4).float()
+    choice = {**SMALL.config, "splits": splits}
+    got = linear_layer_norm.run(choice, x, weight, bias, residual, norm[0], norm[1])
+    want = linear_add_layer_norm.reference(x, weight, bias, residual, norm[0], norm[1], 1e-6)
+    for a, b in zip(got, want, strict=True):
+        agree(a, b)
 
 
 @kernel_test

@@ -140,6 +140,7 @@ SHAPES = {
     "dense": (968, 16384, 2048, 0),
     "affine_layer_norm": (768, 1152, 1),
     "add_rms_norm": (968, 2048),
+    "linear_add_layer_norm": (768, 4304, 1152),
     "linear_geglu": (968, 2048, 16384),
     "linear_gelu": KEY,
     "linear_rope_write": (968, 2048, 8, 1, 256),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stretto.layers.kernels.attention import attention
 from stretto.layers.kernels.layer_norm import add_layer_norm
 from stretto.layers.kernels.linear_activation import dense, linear_gelu
+from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import Pi0Config
@@ -27,12 +28,14 @@ class VisionBlock(nn.Module):
         self.down = nn.Linear(mlp, width, dtype=dtype)
 
     def attend(self, x: Tensor) -> Tensor:
+        """Return what the output projection reads."""
         qkv = dense(x, self.qkv.weight, self.qkv.bias)
         q, k, v = qkv.view(*qkv.shape[:-1], 3, self.heads, -1).unbind(2)
-        return dense(attention(q, k, v).flatten(2), self.out.weight, self.out.bias)
+        return attention(q, k, v).flatten(2)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return dense(linear_gelu(x, self.up.weight, self.up.bias), self.down.weight, self.down.bias)
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the MLP's second layer reads."""
+        return linear_gelu(x, self.up.weight, self.up.bias)
 
 
 class VisionTower(nn.Module):
@@ -69,7 +72,10 @@ class VisionTower(nn.Module):
         x, residual = add_layer_norm(self.patches(images_BCRR3), self.position, first.weight, first.bias, self.eps)
         following = [*(b.norm1 for b in blocks[1:]), self.norm]
         for block, after in zip(blocks, following, strict=True):
-            x, residual = add_layer_norm(block.attend(x), residual, block.norm2.weight, block.norm2.bias, self.eps)
-            x, residual = add_layer_norm(block.mlp(x), residual, after.weight, after.bias, self.eps)
+            out, down, norm = block.out, block.down, block.norm2
+            y = block.attend(x)
+            x, residual = linear_add_layer_norm(y, out.weight, out.bias, residual, norm.weight, norm.bias, self.eps)
+            y = block.hidden(x)
+            x, residual = linear_add_layer_norm(y, down.weight, down.bias, residual, after.weight, after.bias, self.eps)
         tokens: Tensor = self.project(x)
         return tokens.reshape(batch, -1, tokens.shape[-1])

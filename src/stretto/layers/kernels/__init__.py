@@ -12,6 +12,7 @@ from stretto.layers.kernels.layer_norm import (
     modulated_layer_norm,
 )
 from stretto.layers.kernels.linear_activation import dense, linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write
 from stretto.layers.kernels.patchify import patchify
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -32,6 +33,7 @@ __all__ = [
     "geglu",
     "gelu_tanh",
     "layer_norm",
+    "linear_add_layer_norm",
     "linear_geglu",
     "linear_gelu",
     "linear_rope_write",

@@ -81,11 +81,15 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    steps = tl.cdiv(inner, BLOCK_K)
+    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLITS)
     column = tl.arange(0, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
+    for index in tl.range(tl.program_id(0), down * across * SPLITS, tl.num_programs(0), flatten=PERSISTENT):
+        # What lies behind the inner width is read as zeros.
+        split, tile = index // (down * across), index % (down * across)
+        start = split * steps * BLOCK_K
         # Tiles go down GROUP rows at a time, so that what runs at once shares weights in the cache.
         strip = tile // (GROUP * across)
         height = tl.minimum(down - strip * GROUP, GROUP)
@@ -94,8 +98,8 @@ def _gemm_kernel(
         n = within // height * BLOCK_N
         acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), tl.float32)
         for step in range(steps):
-            w_tile = w.load([0, n, step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
-            acc = tl.dot(x.load([m, step * BLOCK_K]), w_tile.T, acc)
+            w_tile = w.load([0, n, start + step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
+            acc = tl.dot(x.load([m, start + step * BLOCK_K]), w_tile.T, acc)
         if PARTS == 2:
             gate, up = halves(acc)
             acc = _gelu(gate) * up
@@ -104,27 +108,41 @@ def _gemm_kernel(
                 acc += tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)[None, :]
             if GELU:
                 acc = _gelu(acc)
-        out.store([m, n], acc.to(out.dtype))
+        out.store([split, m, n], acc.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 
 def gemm(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, *, activation: Activation | None = None
 ) -> Tensor:
     """Return activation(x @ weight.T + bias) for x [..., K]: [..., N], or [..., N / 2] for GeGLU (gate first, no bias)."""
-    inner, parts = x.shape[-1], 2 if activation == "geglu" else 1
-    rows, columns = x.numel() // inner, weight_NK.shape[0] // parts
+    columns = weight_NK.shape[0] // (2 if activation == "geglu" else 1)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    t = tiling
-    tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n)
+    _launch(x, weight_NK, bias_N, out.view(1, -1, columns), tiling, activation)
+    return out
+
+
+def split_gemm(x: Tensor, weight_NK: Tensor, tiling: Tiling, splits: int) -> Tensor:
+    """Return x @ weight.T for x [..., K] in fp32, as [splits, M, N] to be summed: each takes a run of the inner width."""
+    rows = x.numel() // x.shape[-1]
+    out = torch.empty(splits, rows, weight_NK.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, weight_NK, None, out, tiling, None)
+    return out
+
+
+def _launch(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_SMN: Tensor, t: Tiling, activation: Activation | None
+) -> None:
+    (splits, rows, columns), inner, parts = out_SMN.shape, x.shape[-1], 2 if activation == "geglu" else 1
+    tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n) * splits
     _gemm_kernel[(min(tiles, multiprocessors(x)) if t.persistent else tiles,)](
         TensorDescriptor.from_tensor(x.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
-        TensorDescriptor.from_tensor(out.view(rows, columns), [t.block_m, t.block_n]),
+        TensorDescriptor.from_tensor(out_SMN, [1, t.block_m, t.block_n]),
         x if bias_N is None else bias_N, rows, columns, inner,
         PARTS=parts, BIAS=bias_N is not None, GELU=activation == "gelu", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
-        BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
+        BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), SPLITS=splits,
+        num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
-    return out
 
 
 @functools.cache

@@ -134,6 +134,7 @@ def _layer_norm_kernel(
 def _affine_layer_norm_kernel(
     x: tl.tensor,
     y: tl.tensor,
+    y_bias: tl.tensor,
     out: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
@@ -143,6 +144,8 @@ def _affine_layer_norm_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -154,7 +157,12 @@ def _affine_layer_norm_kernel(
     at = row * width + column
     value = tl.load(x + row % period * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        stored = (value + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            added += tl.load(y + split * rows.to(tl.int64) * width + at, mask=inside, other=0.0).to(tl.float32)
+        if BIASED:
+            added += tl.load(y_bias + column, mask=column < width, other=0.0).to(tl.float32)
+        stored = (value + added).to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
     centred = tl.where(column < width, value - (tl.sum(value, 1) / width)[:, None], 0.0)
@@ -164,13 +172,13 @@ def _affine_layer_norm_kernel(
 
 def layer_norm_triton(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch_affine(None, x, None, weight_D, bias_D, eps, out, None)
+    launch_affine(None, x, None, weight_D, bias_D, eps, out, None)
     return out
 
 
 def add_layer_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, total = _empty(x), torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    _launch_affine(None, residual, x, weight_D, bias_D, eps, out, total)
+    launch_affine(None, residual, x, weight_D, bias_D, eps, out, total)
     return out, total
 
 
@@ -208,7 +216,7 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _launch_affine(
+def launch_affine(
     choice: Config | None,
     x: Tensor,
     y: Tensor | None,
@@ -217,14 +225,18 @@ def _launch_affine(
     eps: float,
     out: Tensor,
     total: Tensor | None,
+    y_bias_D: Tensor | None = None,
 ) -> None:
-    """Run the kernel by one choice, by default the measured one."""
+    """Run the kernel by one choice, by default the measured one. y may be parts [S, M, D] that are summed first."""
     x, width = x.contiguous(), x.shape[-1]
     rows, period = out.numel() // width, x.numel() // width
+    splits = 1 if y is None else y.numel() // out.numel()
     choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
     _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
-        x, x if y is None else y.contiguous(), out, out if total is None else total, weight_D, bias_D, rows, period, width, eps,
-        ADD=y is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width), num_warps=int(choice["warps"]),
+        x, out if y is None else y.contiguous(), out if y_bias_D is None else y_bias_D, out, out if total is None else total,
+        weight_D, bias_D, rows, period, width, eps,
+        ADD=y is not None, SPLITS=splits, BIASED=y_bias_D is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width),
+        num_warps=int(choice["warps"]),
     )  # fmt: skip
 
 
@@ -251,7 +263,7 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
 
 def _run(choice: Config | None, residual: Tensor, x: Tensor, weight_D: Tensor, bias_D: Tensor) -> tuple[Tensor, Tensor]:
     out, total = _empty(x), _empty(residual)
-    _launch_affine(choice or _rule(x.shape[-1]), residual, x, weight_D, bias_D, 1e-6, out, total)
+    launch_affine(choice or _rule(x.shape[-1]), residual, x, weight_D, bias_D, 1e-6, out, total)
     return out, total
 
 

@@ -1,0 +1,78 @@
+"""A linear layer, the residual after it, and the LayerNorm after that.
+
+A product whose tiles do not fill the chip is split over its inner width; the norm, which reads it anyway, sums the parts in
+their order. Otherwise cuBLAS makes the product. Which of them at a shape is a measured choice.
+
+Shape legend: ... any leading axes, M rows in all of them, K inner width, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import gemm
+from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, launch_affine
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+
+def linear_add_layer_norm_reference(
+    x: Tensor, weight_DK: Tensor, bias_D: Tensor, residual: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (layer_norm(s) in x's dtype, s in the residual's dtype) for s = x @ weight.T + bias + residual [..., D]."""
+    return add_layer_norm_reference(linear(x, weight_DK, bias_D), residual, norm_weight_D, norm_bias_D, eps)
+
+
+def linear_add_layer_norm_triton(
+    x: Tensor, weight_DK: Tensor, bias_D: Tensor, residual: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    key = (x.numel() // x.shape[-1], x.shape[-1], weight_DK.shape[0])
+    choice = tuned("linear_add_layer_norm", key, x.dtype, x.device) if gemm.takes(x, weight_DK) else None
+    return run(choice, x, weight_DK, bias_D, residual, norm_weight_D, norm_bias_D, eps)
+
+
+def run(
+    choice: Config | None,
+    x: Tensor,
+    weight_DK: Tensor,
+    bias_D: Tensor,
+    residual: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Run one choice; None is the rule."""
+    if choice is None or choice["impl"] == "cublas":
+        return add_layer_norm(linear(x, weight_DK, bias_D), residual, norm_weight_D, norm_bias_D, eps)
+    parts_SMD = gemm.split_gemm(x, weight_DK, Tiling.of(choice), int(choice["splits"]))
+    out, total = torch.empty(residual.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
+    launch_affine(None, residual, parts_SMD, norm_weight_D, norm_bias_D, eps, out, total, bias_D)
+    return out, total
+
+
+def _candidates(key: Key) -> list[Config]:
+    found: list[Config] = [{"impl": "cublas"}]
+    if key[0] > 4096:  # the chip is full without
+        return found
+    blocks = ((128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4))
+    return found + [
+        {**Tiling(m, n, k, stages, warps, 8, 0).config, "splits": splits}
+        for m, n, k, stages, warps in blocks
+        for splits in (1, 2, 3, 4)
+        if key[1] >= 512 * splits
+    ]
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    rows, inner, width = key
+    x = torch.randn(rows, inner, device=device).to(dtype)
+    weight = (torch.randn(width, inner, device=device) * inner**-0.5).to(dtype)
+    norm = torch.randn(2, width, device=device)
+    return x, weight, torch.randn(width, device=device).to(dtype), torch.randn(rows, width, device=device), norm[0], norm[1]
+
+
+linear_add_layer_norm = FusedOp(linear_add_layer_norm_reference, linear_add_layer_norm_triton)
+TUNABLES = (Tunable("linear_add_layer_norm", {**gemm.FIELDS, "splits": (1, 2, 3, 4)}, _candidates, _inputs, run),)
