@@ -100,6 +100,7 @@ class Executor:
         for lane in self._lanes:
             with lane.current():
                 self._can.capture(lane)
+                self._staging.warm(self.device)
         # Only what keeps nothing between chunks can run for the sake of measuring.
         if self._plan.dispatch in LOOKS_AHEAD and self._stateless:
             self._desk.limits = replace(self._desk.limits, costs=self._can.measured(self._desk.limits.batch_cap, self._lanes))

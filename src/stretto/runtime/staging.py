@@ -16,6 +16,8 @@ from torch import Tensor
 from stretto.runtime.arena import InputLayout
 from stretto.runtime.timing import Stamp
 
+_READY = 8
+
 
 class Staging:
     """Packs requests, any thread, into rows that wait here for their next use."""
@@ -23,8 +25,13 @@ class Staging:
     def __init__(self, layout: InputLayout, *, pin: bool, keep: int) -> None:
         """Make an empty store of at most `keep` idle rows."""
         self._layout, self._pin = layout, pin
-        self._lock = threading.Lock()
+        self._lock, self._keep = threading.Lock(), keep
         self._idle: deque[tuple[Tensor, Stamp]] = deque(maxlen=keep)
+
+    def warm(self, device: torch.device) -> None:
+        """Make rows ahead of the first requests."""
+        for _ in range(min(_READY, self._keep)):
+            self.give(self._new(), Stamp(device))
 
     def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
         """Pack one request; the row is the caller's until it is given back.
@@ -43,7 +50,12 @@ class Staging:
 
     def _take(self) -> Tensor:
         with self._lock:
-            # Rows are given back in the order of their copies, so the first is the one to be free first.
+            # The row used last is still in the processor's cache; the one used first is the most likely to be free.
+            if self._idle and self._idle[-1][1].reached():
+                return self._idle.pop()[0]
             if self._idle and self._idle[0][1].reached():
                 return self._idle.popleft()[0]
+        return self._new()
+
+    def _new(self) -> Tensor:
         return torch.empty(self._layout.row_bytes, dtype=torch.uint8, pin_memory=self._pin)
