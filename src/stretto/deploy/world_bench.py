@@ -154,7 +154,7 @@ class WorldBench:
             engine.close()
         peaks = {n: torch.cuda.max_memory_allocated(n) for n in used if n.startswith("cuda")}
         memory = {n: self.memory(plan, n) | ({"peak_bytes": peaks[n]} if n in peaks else {}) for n in used}
-        return self.figures(plan, measured) | {"memory": memory, "graphs": measured.captures}
+        return self.figures(plan, measured) | {"memory": memory, "graphs": measured.captures, "carriage": engine.carriage}
 
     def held(self, plan: Plan) -> Streams:
         """Return the streams that an engine holds: one of each class where a plan has several."""

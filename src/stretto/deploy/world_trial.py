@@ -232,6 +232,8 @@ class Run:
     graphs: int
     captured: int
     """Graphs that were captured while it was measured."""
+    carriage: str
+    """How chunks crossed between devices."""
 
     def account(self) -> dict[str, Any]:
         """Return what must be known beside the figures: idle time, graphs, failures."""
@@ -241,6 +243,7 @@ class Run:
                 busy[device] = busy.get(device, 0.0) + ms
         out: dict[str, Any] = {
             "idle_share": {d: round(max(0.0, 1.0 - ms / 1e3 / self.script.seconds), 4) for d, ms in busy.items()},
+            "carriage": self.carriage,
             "graphs": self.graphs,
             "captured_while_measured": self.captured,
             "eager_chunks": sum(t.eager for t in self.measured),
@@ -272,14 +275,14 @@ def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
             play(engine, script, bench.feed, bench.first_chunk, prepare, share=share)
         before = engine.captures
         tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
-        graphs = engine.captures
+        graphs, carriage = engine.captures, engine.carriage
     finally:
         engine.close()
         del engine
         free()
     weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
     expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
-    return Run(script, tracks, expected, graphs, graphs - before)
+    return Run(script, tracks, expected, graphs, graphs - before, carriage)
 
 
 def figures(tracks: Sequence[Track], span: Span, interval_s: float = 0.0) -> dict[str, Any]:

@@ -150,6 +150,11 @@ class Engine:
         return len(self._pending)
 
     @property
+    def carriage(self) -> str:
+        """How chunks cross between devices: within this process, or by what its workers can share."""
+        return self._fleet.carriage if self._fleet else "local"
+
+    @property
     def workers(self) -> Mapping[str, int]:
         """Device -> process id of its worker; empty where there are none."""
         return self._fleet.pids if self._fleet else {}
