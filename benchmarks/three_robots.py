@@ -14,7 +14,7 @@ chunk continues the one before it.
 
 All go through the same server code, wire, client and weights, with the same number of denoise steps. Writes, per kind, one
 trace of all rounds (`stretto roofline` reads it), and a summary and a picture: `--out` names the files without their ending.
-The picture shows the round in the middle, by the number of robots that finish with `one_at_a_time`.
+The picture shows the round that is nearest to the median of all three, by the number of robots that are done.
 """
 
 from __future__ import annotations

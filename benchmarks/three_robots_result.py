@@ -61,16 +61,15 @@ def summary(runs: Sequence[Run], takt: float) -> dict[str, Any]:
     }
 
 
-def middle_round(runs: Sequence[Run], takt: float) -> int:
-    """Return the round in the middle, by how many robots were done; the first of equals."""
-    done = summary(runs, takt)["robots_done_by_round"]
-    order = sorted(range(len(done)), key=lambda i: (done[i], i))
-    wanted = done[order[(len(order) - 1) // 2]]
-    return sorted({run.round for run in runs})[done.index(wanted)]
+def typical_round(found: Mapping[str, Sequence[Run]], takt: float) -> int:
+    """Return the round that is nearest to the median of all kinds, by how many robots were done; the first of equals."""
+    done = np.array([summary(runs, takt)["robots_done_by_round"] for runs in found.values()])
+    away = np.abs(done - np.median(done, axis=1, keepdims=True)).sum(axis=0)
+    return sorted({run.round for runs in found.values() for run in runs})[int(np.argmin(away))]
 
 
 def draw(found: Mapping[str, Sequence[Run]], control_hz: float, takt: float, paths: Sequence[Path]) -> None:
-    """Draw each robot's motion in the middle round, where gaps are stops; below, all rounds: who is done by when."""
+    """Draw each robot's motion in a typical round, where gaps are stops; below, all rounds: who is done by when."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,7 +80,7 @@ def draw(found: Mapping[str, Sequence[Run]], control_hz: float, takt: float, pat
         "one_at_a_time_async": "one request at a time, robots that jump",
         "ours": "batches under deadlines, chunks that continue",
     }
-    number = middle_round(next(iter(found.values())), takt)
+    number = typical_round(found, takt)
     shown = {kind: [run for run in runs if run.round == number] for kind, runs in found.items()}
     count = max(len(runs) for runs in shown.values())
     figure = Figure(figsize=(4.6 * len(found), 1.25 * count + 3.2), dpi=130, layout="constrained")

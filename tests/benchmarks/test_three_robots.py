@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from three_robots import KINDS, Robot, World
-from three_robots_result import Run, draw, middle_round, summary
+from three_robots_result import Run, draw, summary, typical_round
 
 from stretto.evals.workers import Worker
 
@@ -67,9 +67,14 @@ def test_a_robot_is_done_if_it_succeeds_within_the_time_allowed() -> None:
     assert found["robots_done_by_takt"]["1.3"] == 5
 
 
-def test_the_round_that_is_shown_is_the_one_in_the_middle_not_the_best() -> None:
-    runs = [ended(1, 20), ended(1, 20), ended(2, 20), ended(2, 10), ended(3, 10), ended(3, 10)]
-    assert middle_round(runs, 1.25) == 2
+def test_the_round_that_is_shown_is_typical_of_all_kinds_and_not_the_best() -> None:
+    best, middle, worst = (10, 10), (10, 20), (20, 20)
+
+    def rounds(*each: tuple[int, int]) -> list[Run]:
+        return [ended(number, steps) for number, pair in enumerate(each, start=1) for steps in pair]
+
+    assert typical_round({"a": rounds(worst, middle, best)}, 1.25) == 2
+    assert typical_round({"a": rounds(middle, middle, middle), "b": rounds(best, worst, middle)}, 1.25) == 3
 
 
 def test_the_picture_shows_all_kinds(tmp_path: Path) -> None:
