@@ -3,9 +3,10 @@
     python benchmarks/expert.py --out expert.json [--batch 1,4,8,32] [--seconds 90] [--small] [--skip-tune]
 
 For each batch size: `check` rows compare every kernel with its reference; `loop` rows time ten denoise steps in one CUDA graph
-with the plain layers, with the streamed ones, and with those without overlapped launches; `tune` rows time each choice at
-the shapes that the loops asked for, over more weights than the second-level cache holds, and write a kernel table beside
---out; then the loops run again with that table. A case that fails is a row with its error. JSON is written after every row.
+with the plain layers and with the streamed ones, launches overlapped or not; `tune` rows time each choice at the loops'
+shapes, over more weights than the second-level cache holds, and write a kernel table beside --out; then the loops run again
+with that table. `profile` rows say what each kernel takes by itself. A case that fails is a row with its error. JSON is
+written after every row.
 
 Shape legend: as in pi0_net.
 """
@@ -37,10 +38,18 @@ from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.tuning import Table, choices, device_name, load_table
 from stretto.models import pi0
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
-from stretto.models.pi0_net import Expert, Pi0Net, PrefixKV
+from stretto.models.pi0_net import Pi0Net, PrefixKV
 
 OPS = ("suffix_attention", "norm_geglu", "gated_linear", "norm_qkv")
-PATHS = {"plain layers": (0, "1"), "streamed, no overlap": (10**6, "0"), "streamed": (10**6, "1")}
+# Most rows that are streamed, and whether launches overlap.
+PATHS = {
+    "plain layers": (0, "0"),
+    "plain layers, overlapped": (0, "1"),
+    "streamed, not overlapped": (10**6, "0"),
+    "streamed": (10**6, "1"),
+}
+FEW = 16
+"""Batches up to here are streamed; larger ones run the plain layers."""
 # Enough sets of weights to leave the second-level cache behind.
 tune.MAX_SETS = 40
 
@@ -202,22 +211,47 @@ def loop(net: Pi0Net, batch: int, path: str, kept: dict[tuple[int, str], Tensor]
 
 def compile_all(net: Pi0Net, batches: list[int]) -> dict[str, Any]:
     """Run one step at each batch size, in threads, so that the kernels of all are compiled at once."""
-    os.environ["STRETTO_OVERLAP"], net.expert.few_rows = "1", 10**6
+    os.environ["STRETTO_OVERLAP"] = "1"
 
     def one(batch: int) -> str | None:
         c, device = net.config, net.table.device
         try:
             with torch.inference_mode():
                 x = torch.randn(batch, c.action_horizon, c.action_dim, device=device)
-                net.velocity(
-                    x, net.tabled(torch.zeros_like(x[:, 0, 0], dtype=torch.int64)), prefix_of(c, batch, device, net.dtype)
-                )
+                first_step = torch.zeros(batch, dtype=torch.int64, device=device)
+                net.velocity(x, net.tabled(first_step), prefix_of(c, batch, device, net.dtype))
         except Exception as e:  # the loops say it again, one by one
             return f"{type(e).__name__}: {e}"[:300]
         return None
 
-    with ThreadPoolExecutor(len(batches) if net.table.is_cuda else 1) as pool:
-        return {str(b): error for b, error in zip(batches, pool.map(one, batches), strict=True) if error}
+    errors: dict[str, Any] = {}
+    for rows, some in ((10**6, [b for b in batches if b <= FEW]), (0, batches)):
+        net.expert.few_rows = rows
+        with ThreadPoolExecutor(len(batches) if net.table.is_cuda else 1) as pool:
+            errors |= {f"{b}, few rows {rows}": e for b, e in zip(some, pool.map(one, some), strict=True) if e}
+    return errors
+
+
+def profile(net: Pi0Net, batch: int, path: str) -> dict[str, Any]:
+    """Return how often each kernel runs in a denoise step, and its microseconds by itself."""
+    rows, os.environ["STRETTO_OVERLAP"] = PATHS[path]
+    net.expert.few_rows = rows
+    c, device = net.config, net.table.device
+    prefix = prefix_of(c, batch, device, net.dtype)
+    x = torch.randn(batch, c.action_horizon, c.action_dim, device=device)
+    denoise(net, x, prefix)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        denoise(net, x, prefix)
+        torch.cuda.synchronize()
+    events = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)
+    steps = c.denoise_steps
+    return {
+        "kernels": [
+            [e.key[:48], e.count / steps, round(e.device_time_total / e.count, 2), round(e.device_time_total / steps, 1)]
+            for e in events[:14]
+        ],
+        "us_a_step": round(sum(e.device_time_total for e in events) / steps, 1),
+    }
 
 
 def tuned_rows(device: torch.device, wanted: list[Any], end: float, path: Path) -> Iterator[dict[str, Any]]:
@@ -230,11 +264,24 @@ def tuned_rows(device: torch.device, wanted: list[Any], end: float, path: Path) 
             table.merged(replace(table, entries=(entry,))).save(path)
 
 
-def in_order(shapes: Mapping[int, list[Any]], horizon: int) -> list[Any]:
-    """Return all shapes; at large batches attention counts first, and the rest last."""
-    jobs = [(batch * horizon > Expert.few_rows and place[0] != OPS[0], OPS.index(place[0]) if batch > 1 else 0, batch, place)
-            for batch, places in shapes.items() for place in places]  # fmt: skip
-    return [place for *_, place in sorted(jobs, key=lambda job: job[:3])]
+def shapes(config: Pi0Config, batches: list[int]) -> list[Any]:
+    """Return what to tune, what counts most first."""
+    d, h = config.expert, config.action_horizon
+    dtype = "bfloat16"
+    inner = d.heads * d.head_dim
+
+    def attention(b: int) -> Any:
+        return "suffix_attention", (b, h, d.heads, d.head_dim, d.kv_heads, config.prefix_tokens, h), dtype
+
+    def products(b: int) -> list[Any]:
+        qkv, up = (b, h, d.width, d.heads, d.kv_heads, d.head_dim), (b, h, d.width, d.mlp)
+        both = [("gated_linear", (b * h, d.width, n), dtype) for n in (inner, d.mlp)]
+        return [("norm_geglu", up, dtype), *both, ("norm_qkv", qkv, dtype)]
+
+    few = [b for b in batches if b <= FEW]
+    wanted = [x for b in few[:1] for x in (attention(b), *products(b))]
+    wanted += [attention(b) for b in batches if b not in few[:1]]
+    return wanted + [x for b in few[1:] for x in products(b)]
 
 
 def main() -> None:
@@ -253,27 +300,31 @@ def main() -> None:
     net, report, batches = model.module, Report(options.out, device), [int(b) for b in options.batch.split(",")]
     table = options.out.with_suffix(".table.json")
     Table(device_name(device), torch.__version__, tune._triton(), ()).save(table)
-    shapes: dict[int, list[Any]] = {}
     kept: dict[tuple[int, str], Tensor] = {}
+
+    def loops(paths: Mapping[int, list[str]], table: bool) -> None:
+        for batch, names in paths.items():
+            for path in names:
+                report.attempt(lambda b=batch, p=path: loop(net, b, p, kept), kind="loop", batch=batch, path=path, table=table)
+
+    plain, overlapped, _, streamed = PATHS
     with torch.inference_mode():
         report.attempt(lambda: compile_all(net, batches), kind="compile")
-        for batch in batches:
-            choices(device).asked.clear()
+        for batch in batches[:2]:
             for kind in ("row", "token") if batch == batches[0] else ("row",):
                 report.attempt(lambda b=batch, k=kind: kernel_checks(net, b, k), kind="check", batch=batch, lines=kind)
-            for path in PATHS if batch == 1 else ("plain layers", "streamed"):
-                report.attempt(lambda b=batch, p=path: loop(net, b, p, kept), kind="loop", batch=batch, path=path, table=False)
-            sizes = (batch, batch * net.config.action_horizon)
-            shapes[batch] = [place for place in choices(device).asked if place[0] in OPS and place[1][0] in sizes]
-        if options.skip_tune:
-            return
-        for row in tuned_rows(device, in_order(shapes, net.config.action_horizon), end, table):
-            report.add(**row)
-        os.environ["STRETTO_KERNEL_TABLE"] = str(table)
-        choices.cache_clear()
-        for batch in batches:
-            for path in PATHS if batch == 1 else ("plain layers", "streamed"):
-                report.attempt(lambda b=batch, p=path: loop(net, b, p, kept), kind="loop", batch=batch, path=path, table=True)
+        loops({b: [plain, streamed] if b <= FEW else [plain] for b in batches}, table=False)
+        if not options.skip_tune:
+            for row in tuned_rows(device, shapes(net.config, batches), end, table):
+                report.add(**row)
+            os.environ["STRETTO_KERNEL_TABLE"] = str(table)
+            choices.cache_clear()
+            loops(
+                {b: list(PATHS) if b == 1 else [overlapped, streamed] if b <= FEW else [plain, overlapped] for b in batches},
+                True,
+            )
+        for batch, path in ((1, streamed), (4, streamed), (8, plain), (32, plain)) if device.type == "cuda" else ():
+            report.attempt(lambda b=batch, p=path: profile(net, b, p), kind="profile", batch=batch, path=path)
     report.add(kind="table", entries=len(load_table(table).entries), path=str(table))
 
 

@@ -95,7 +95,7 @@ RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
 class Expert(nn.Module):
     """The transformer over suffix tokens; each layer also reads the prefix's keys and values of that layer."""
 
-    few_rows = 512
+    few_rows = 64
     """Up to this many suffix tokens in all, layers run as five kernels around products of few rows."""
 
     def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ class Expert(nn.Module):
             read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
             qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
             q, k, v = torch.split(qkv, heads, dim=2)
-            y = self._attend(i, prefix, q, k, v, counters)
+            y = self._attend(i, prefix, q, k, v)
             stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
             y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
             dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
@@ -148,7 +148,7 @@ class Expert(nn.Module):
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
         return few and runs and not torch.is_grad_enabled()
 
-    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor, counters: Tensor | None = None) -> Tensor:
+    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return prefix_attention(
             q,
             prefix.k_SNPKd[:, layer],
@@ -159,7 +159,6 @@ class Expert(nn.Module):
             k_suffix_BTKd=k,
             v_suffix_BTKd=v,
             suffix_lead=self.lead,
-            counters=counters,
         ).flatten(2)
 
     def _layers(self) -> list[GemmaBlock]:

@@ -50,13 +50,12 @@ def prefix_attention_reference(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     """Attend to the row's slot of a KV arena, then to fresh suffix keys. Returns [B, T, H, d].
 
     Arena keys count when their mask (bool or uint8) is set and their index is below `length_B` (int32 or int64).
     With `suffix_lead` n > 0 the first n suffix tokens see, of the suffix, only themselves; the others see all of it.
-    A row without any valid key gives zeros. Nothing is read back to the host. `counters` as in `split_attention`.
+    A row without any valid key gives zeros. Nothing is read back to the host.
     """
     k, v = k_arena_SPKd[slots_B], v_arena_SPKd[slots_B]
     (batch, prefix), tokens = k.shape[:2], q_BTHd.shape[1]
@@ -155,19 +154,18 @@ def prefix_attention_triton(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
-    counters: Tensor | None = None,
 ) -> Tensor:
     if k_suffix_BTKd is None and length_B is None and key_mask_BP is not None:
         choice = _choice("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
         return run_prefix_attention(choice, q_BTHd, k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, scale)
     keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
     if k_suffix_BTKd is None:
-        return split_attention(q_BTHd, keys, scale, None, counters)
+        return split_attention(q_BTHd, keys, scale)
     key = (*q_BTHd.shape, k_arena_SPKd.shape[2], k_arena_SPKd.shape[1], k_suffix_BTKd.shape[1])
     cut = _split_cut(tuned("suffix_attention", key, q_BTHd.dtype, q_BTHd.device))
     if cut is not None and cut.described and not _describable(k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd):
         cut = None
-    return split_attention(q_BTHd, keys, scale, cut, counters)
+    return split_attention(q_BTHd, keys, scale, cut)
 
 
 def run_prefix_attention(
@@ -220,17 +218,15 @@ def _suffix_candidates(key: Key) -> list[Config]:
     batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
     rows, groups = tokens * heads // kv_heads, batch * kv_heads
     if groups < 2:
-        cuts = _cuts((64, 64, 17, 8, 2), (64, 64, 9, 8, 3), (64, 64, 9, 8, 2), (64, 64, 6, 8, 3), (64, 32, 11, 8, 4))
-        cuts += _cuts((64, 64, 9, 4, 2), (16, 64, 5, 4, 3, 1), (16, 64, 9, 4, 2, 1), (32, 64, 9, 4, 2, 1))
-        cuts += _cuts((32, 64, 6, 4, 3, 1), (64, 64, 6, 8, 3, 1))
+        cuts = _cuts((64, 64, 9, 4, 2), (64, 64, 9, 4, 2, 1), (64, 64, 9, 8, 3, 1), (64, 32, 11, 4, 3, 1), (64, 64, 6, 4, 2, 1))
+        cuts += _cuts((64, 64, 1, 8, 1, 0, 1), (64, 64, 1, 4, 1, 0, 1), (64, 128, 1, 8, 1, 0, 1), (64, 32, 1, 4, 1, 0, 1))
+        cuts += _cuts((128, 64, 1, 8, 1, 0, 1))
     elif groups < 16:
-        cuts = _cuts((64, 64, 5, 8, 3), (64, 64, 3, 8, 3), (64, 64, 2, 8, 3), (128, 32, 4, 8, 3), (128, 32, 3, 8, 4))
-        cuts += _cuts((128, 32, 2, 8, 3), (64, 32, 3, 4, 2), (64, 32, 4, 4, 2))
-        cuts += _cuts((128, 32, 4, 8, 3, 0, 1), (128, 32, 3, 8, 3, 0, 1))
+        cuts = _cuts((64, 32, 4, 4, 2), (64, 32, 4, 4, 2, 1), (64, 32, 5, 4, 2, 1), (64, 32, 9, 4, 2, 1), (64, 32, 3, 4, 3, 1))
+        cuts += _cuts((128, 32, 4, 8, 3, 1), (128, 64, 4, 8, 2, 1), (128, 64, 5, 8, 2, 1), (128, 64, 8, 8, 2, 1))
+        cuts += _cuts((64, 64, 1, 8, 1, 0, 1), (128, 64, 1, 8, 1, 0, 1))
     else:
-        cuts = _cuts((128, 32, 1, 8, 3), (128, 32, 1, 8, 4), (128, 64, 1, 8, 2), (64, 32, 1, 4, 2), (64, 64, 1, 8, 3))
-        cuts += _cuts((128, 32, 1, 8, 3, 0, 1), (128, 32, 1, 8, 4, 0, 1), (128, 64, 1, 8, 2, 0, 1))
-        cuts += _cuts((64, 32, 1, 4, 2, 0, 1), (64, 64, 1, 4, 2, 0, 1))
+        cuts = _cuts((128, 64, 1, 8, 2, 1), (128, 32, 1, 8, 3, 1), (64, 32, 1, 4, 2, 1), (128, 64, 2, 8, 2, 1))
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
     return [t._asdict() for t in dict.fromkeys([own, *cuts])]
 
@@ -244,13 +240,12 @@ def _suffix_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[
     q, k, v, slots, mask = _arena_inputs((batch, tokens, arena, heads, kv_heads, head_dim, 1), dtype, device)
     fresh = torch.randn(batch, suffix, 2 * kv_heads, head_dim, dtype=dtype, device=device).chunk(2, dim=2)
     length = torch.full((batch,), arena, dtype=torch.int32, device=device)
-    counters = torch.zeros(cdiv(tokens * heads, 16) * batch, dtype=torch.int32, device=device)
-    return q, k, v, slots, mask, length, *fresh, counters
+    return q, k, v, slots, mask, length, *fresh
 
 
 def _run_suffix(choice: Config | None, q: Tensor, *rest: Tensor) -> Tensor:
-    k, v, slots, mask, length, k_suffix, v_suffix, counters = rest
-    return split_attention(q, Keys(k, v, slots, mask, length, k_suffix, v_suffix), None, _split_cut(choice), counters)
+    k, v, slots, mask, length, k_suffix, v_suffix = rest
+    return split_attention(q, Keys(k, v, slots, mask, length, k_suffix, v_suffix), None, _split_cut(choice))
 
 
 def _tilings(head_dim: int) -> list[Config]:

@@ -21,6 +21,11 @@ from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
 from stretto.layers.kernels.stream import Stream, carries_shift, line_at, sample_stream, stream_of
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
 
 class SplitTiling(NamedTuple):
     """How one shape is cut; with `splits` 1 nothing is counted."""
@@ -70,6 +75,7 @@ def _lines(
 @jit
 def _gated_linear_kernel(
     x: tl.tensor,
+    weights: tl.tensor,
     weight: tl.tensor,
     residual: tl.tensor,
     total: tl.tensor,
@@ -102,30 +108,27 @@ def _gated_linear_kernel(
     EACH: tl.constexpr = INNER // SPLITS
     tile_n, split, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_at = weight + column.to(tl.int64) * INNER + split * EACH
-    prefetch_rows(w_at, BLOCK_N, EACH * 2, 128, OVERLAP)
-    await_inputs(OVERLAP)
-
+    prefetch_rows(weight + column.to(tl.int64) * INNER + split * EACH, BLOCK_N, EACH * 2, OVERLAP)
+    # What the chain does not write is asked for before the wait.
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     here = row < all_rows
     row_in = tl.minimum(row, all_rows - 1)
     b, t = row_in // tokens, row_in % tokens
-    # What the sum needs at its end is asked for now: each of these reads waits for the one before.
-    at = row_in.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    before = tl.load(residual + at, mask=here[:, None], other=0.0)
     norm_at = _lines(norm_table, norm_stride, norm_rows, b, t, tokens, column, NORM_INDEXED, NORM_PER_TOKEN)
-    scale = 1.0 + tl.load(norm_at, mask=here[:, None], other=0.0).to(tl.float32)
     if GATED:
         gate_at = _lines(gate_table, gate_stride, gate_rows, b, t, tokens, column + 2 * WIDTH, GATE_INDEXED, GATE_PER_TOKEN)
-        gate = tl.load(gate_at, mask=here[:, None], other=0.0).to(tl.float32)
-    lane = tl.arange(0, BLOCK_K)
-    x_at = x + row_in.to(tl.int64) * INNER + split * EACH
+    await_inputs(OVERLAP)
+
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, EACH, BLOCK_K):
-        x_tile = tl.load(x_at[:, None] + (k + lane)[None, :], mask=here[:, None], other=0.0)
-        w_tile = tl.load(w_at[:, None] + (k + lane)[None, :])
-        acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+        x_tile = x.load([tile_m * BLOCK_M, split * EACH + k])
+        acc = tl.dot(x_tile, weights.load([tile_n * BLOCK_N, split * EACH + k]).T, acc, input_precision="ieee")
 
+    at = row_in.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    before = tl.load(residual + at, mask=here[:, None], other=0.0)
+    scale = 1.0 + tl.load(norm_at, mask=here[:, None], other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(gate_at, mask=here[:, None], other=0.0).to(tl.float32)
     last = True
     if SPLITS > 1:
         tile = tile_m * tl.num_programs(0) + tile_n
@@ -167,14 +170,8 @@ def rule(rows: int, width: int, inner: int) -> SplitTiling:
 
 def _candidates(key: Key) -> list[Config]:
     rows, width, inner = key
-    few = [(64, 16, 128, 1, 4, 5), (64, 16, 256, 2, 4, 3), (64, 32, 128, 2, 4, 4), (64, 32, 128, 4, 4, 3)]
-    few += [
-        (64, 32, 128, 4, 4, 4),
-        (64, 32, 256, 4, 4, 2),
-        (64, 32, 64, 4, 4, 6),
-        (64, 32, 64, 4, 4, 4),
-        (64, 32, 128, 8, 4, 3),
-    ]
+    few = [(64, 16, 128, 2, 4, 4), (64, 16, 256, 2, 4, 3), (64, 16, 128, 4, 4, 3), (64, 32, 128, 4, 4, 2)]
+    few += [(64, 32, 128, 4, 4, 4), (64, 32, 256, 4, 4, 2), (64, 32, 64, 4, 4, 4), (64, 32, 128, 8, 4, 3)]
     many = [(64, 32, 128, 1, 4, 4), (64, 64, 128, 2, 4, 3), (128, 32, 64, 2, 8, 4), (128, 32, 128, 2, 8, 3)]
     many += [(128, 64, 64, 2, 8, 4), (128, 64, 64, 4, 8, 4), (128, 64, 128, 1, 8, 3)]
     tilings = [SplitTiling(*c) for c in (few if rows <= 64 else many)]
@@ -220,7 +217,9 @@ def gated_linear_triton(
     gate, norm = gated_by.addressing(), normed_by.addressing()
     overlap = overlaps(x) and weight_DI.element_size() == 2
     _gated_linear_kernel[(width // block_n, splits, cdiv(rows, cut.block_m))](
-        x, weight_DI, residual_BTD.contiguous(), *out, part, part if counters is None else counters,
+        TensorDescriptor(x, [rows, inner], [inner, 1], [cut.block_m, block_k]),
+        TensorDescriptor(weight_DI, [width, inner], list(weight_DI.stride()), [block_n, block_k]),
+        weight_DI, residual_BTD.contiguous(), *out, part, part if counters is None else counters,
         gate.table, gate.stride, gate.rows, norm.table, norm.stride, norm.rows, rows, tokens,
         WIDTH=width, INNER=inner,
         GATED=not gated_by.scale_only, GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token,

@@ -19,10 +19,15 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import _gelu
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
+from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.kernels.stream import carries_shift, line_at, normed_reference, sample_stream
 from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
 
 
 class PairTiling(NamedTuple):
@@ -96,6 +101,7 @@ def _cos_sin(angle: tl.tensor) -> tl.tensor:
 def _norm_pair_kernel(
     scaled: tl.tensor,
     squares: tl.tensor,
+    weights: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
     table: tl.tensor,
@@ -127,39 +133,39 @@ def _norm_pair_kernel(
     TILES: tl.constexpr = HALF // BLOCK_N
     group, pair = tl.program_id(0) // TILES, (tl.program_id(0) % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
     low = group * 2 * HALF + pair
-    lane = tl.arange(0, BLOCK_K)
-    low_at = weight + low.to(tl.int64) * WIDTH
-    prefetch_rows(low_at, BLOCK_N, WIDTH * 2, 128, OVERLAP)
-    prefetch_rows(low_at + HALF * WIDTH, BLOCK_N, WIDTH * 2, 128, OVERLAP)
-    await_inputs(OVERLAP)
-
+    low_row = group * 2 * HALF + (tl.program_id(0) % TILES) * BLOCK_N
+    span = weight + low_row.to(tl.int64) * WIDTH
+    prefetch_span(span, BLOCK_N * WIDTH * 2, OVERLAP)
+    prefetch_span(span + HALF * WIDTH, BLOCK_N * WIDTH * 2, OVERLAP)
+    # What the chain does not write is asked for before the wait, and nothing is used before the loop's loads are on their way.
     row = tl.arange(0, BLOCK_M)
     b, t = tl.program_id(1) * SEGMENTS + row // SEGMENT, row % SEGMENT
     here = (b < batch) & (t < TOKENS)
     b_in, t_in = tl.minimum(b, batch - 1), tl.minimum(t, TOKENS - 1)
-    given = (b < batch) & (t < TOKENS + CARRIED)
-    x_at = scaled + (b_in * (TOKENS + CARRIED) + tl.minimum(t, TOKENS + CARRIED - 1)).to(tl.int64) * WIDTH
-    part = tl.arange(0, PARTS)
-    total = tl.sum(tl.load(squares + (b_in * TOKENS + t_in)[:, None] * PARTS + part[None, :]), 1)
-    factor = tl.rsqrt(total / WIDTH + eps)
     position = t_in
     if ROTATE:
         position += tl.load(starts + b_in)
     shift_at = table
     if SHIFT and not CARRIED:
         shift_at = table + line_at(rows, b_in, t_in, TOKENS, INDEXED, PER_TOKEN) * line_stride + WIDTH
+    await_inputs(OVERLAP)
 
+    part = tl.arange(0, PARTS)
+    parts = tl.load(squares + (b_in * TOKENS + t_in)[:, None] * PARTS + part[None, :])
+    if SHIFT and not CARRIED:
+        factor = tl.rsqrt(tl.sum(parts, 1) / WIDTH + eps)
+    lane = tl.arange(0, BLOCK_K)
     first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        x = tl.load(x_at[:, None] + (k + lane)[None, :], mask=given[:, None], other=0.0)
+        x = scaled.load([tl.program_id(1) * SEGMENTS, 0, k]).reshape(BLOCK_M, BLOCK_K)
         if SHIFT and not CARRIED:
-            shift = tl.load(shift_at[:, None] + (k + lane)[None, :], mask=given[:, None], other=0.0)
+            shift = tl.load(shift_at[:, None] + (k + lane)[None, :])
             x = (x.to(tl.float32) * factor[:, None] + shift.to(tl.float32)).to(x.dtype)
-        low_tile = tl.load(low_at[:, None] + (k + lane)[None, :])
-        high_tile = tl.load(low_at[:, None] + (HALF * WIDTH + k + lane)[None, :])
-        first = tl.dot(x, tl.trans(low_tile), first, input_precision="ieee")
-        second = tl.dot(x, tl.trans(high_tile), second, input_precision="ieee")
+        first = tl.dot(x, weights.load([low_row, k]).T, first, input_precision="ieee")
+        second = tl.dot(x, weights.load([low_row + HALF, k]).T, second, input_precision="ieee")
+    if CARRIED or not SHIFT:
+        factor = tl.rsqrt(tl.sum(parts, 1) / WIDTH + eps)
     if CARRIED:
         first = _finish(first, factor, row, TOKENS, SEGMENTS, SEGMENT)
         second = _finish(second, factor, row, TOKENS, SEGMENTS, SEGMENT)
@@ -201,6 +207,10 @@ def _chosen(found: Config | None, batch: int, tokens: int, pairs: int) -> PairTi
     return rule(batch, tokens, pairs) if found is None else PairTiling(**{name: int(v) for name, v in found.items()})
 
 
+def _described(x: Tensor, block: list[int]) -> Any:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
 def _launch(
     scaled: Tensor,
     squares: Tensor,
@@ -221,7 +231,8 @@ def _launch(
     block_n, block_k = min(cut.block_n, half & -half), min(cut.block_k, width & -width)
     lines, overlap = normed_by.addressing(), overlaps(scaled) and weight.element_size() == 2
     _norm_pair_kernel[(weight.shape[0] // (2 * block_n), cdiv(batch, cut.segments))](
-        scaled, squares, weight, out, lines.table, lines.stride, lines.rows, squares if starts is None else starts,
+        _described(scaled, [cut.segments, segment, block_k]), squares, _described(weight, [block_n, block_k]), weight,
+        out, lines.table, lines.stride, lines.rows, squares if starts is None else starts,
         batch, math.log2(theta), eps,
         TOKENS=tokens, WIDTH=width, PARTS=squares.shape[1], OUT=out.shape[2:].numel(), HALF=half,
         ROTATED=rotated, ROTATE=starts is not None, INDEXED=lines.indexed, PER_TOKEN=lines.per_token,

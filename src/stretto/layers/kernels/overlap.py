@@ -35,18 +35,22 @@ def await_inputs(OVERLAP: tl.constexpr) -> None:
 
 
 @jit
-def prefetch_rows(rows: tl.tensor, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr) -> None:
-    """Ask for BYTES (a multiple of 16 LANES / ROWS) from each address of `rows` [ROWS] to be brought to L2."""
+def prefetch_rows(rows: tl.tensor, ROWS: tl.constexpr, bytes: tl.tensor, OVERLAP: tl.constexpr) -> None:
+    """Ask for `bytes` (a multiple of 16) from each address of `rows` [ROWS], at most 128, to be brought to L2."""
     if OVERLAP:
-        EACH: tl.constexpr = LANES // ROWS
-        part = tl.arange(0, EACH)[None, :] * (BYTES // EACH)
-        at = tl.reshape(rows.to(tl.int64)[:, None] + part, (LANES,))
-        size = tl.full((LANES,), BYTES // EACH, tl.int32)
+        # A tensor shorter than a block of threads is held several times over: its first holder asks.
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [at, size],
+            "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3;"
+            " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [rows.to(tl.int64), tl.full((ROWS,), 0, tl.int32) + bytes, tl.full((ROWS,), ROWS, tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
+
+
+@jit
+def prefetch_span(start: tl.tensor, bytes: tl.tensor, OVERLAP: tl.constexpr) -> None:
+    """Ask for `bytes` (a multiple of 16) from an address on to be brought to L2."""
+    prefetch_rows(start + tl.arange(0, 1), 1, bytes, OVERLAP)

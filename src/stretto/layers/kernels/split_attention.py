@@ -1,9 +1,8 @@
 """The Triton kernel under `attention` and `prefix_attention`: split over keys, joined in a fixed order.
 
 The G = H / K query heads of one KV head are packed as rows, so one tile of K and V serves all of them. Keys are cut
-into blocks, and each split takes a run of consecutive blocks. Splits are joined in order of their index, by the program
-that comes last or by a second kernel, so equal inputs give equal bits. Key counts are read on the device: one capture
-serves every prompt length.
+into blocks, and each split takes a run of consecutive blocks; a second kernel joins the splits in order, without
+atomics, so equal inputs give equal bits. Key counts are read on the device: one capture serves every prompt length.
 
 Launches overlap (overlap.py): slots, lengths and masks must be there before the chain of kernels that a call is part of.
 
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels.block_attention import block_attention_kernel
 from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
+from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -34,8 +34,8 @@ FIELDS: Mapping[str, tuple[int | str, ...]] = {
     "splits": tuple(range(1, 33)),
     "warps": (4, 8),
     "stages": (1, 2, 3, 4, 5),
-    "joined": (0, 1),
     "described": (0, 1),
+    "flat": (0, 1),
 }
 
 
@@ -47,10 +47,10 @@ class Tiling(NamedTuple):
     splits: int
     warps: int
     stages: int
-    joined: int = 0
-    """1: the program that comes last joins the splits; 0: a second kernel does."""
     described: int = 0
     """1: tiles of K and V come by descriptor (TMA)."""
+    flat: int = 0
+    """1: one block a program, as many splits as there are blocks (block_attention.py)."""
 
 
 class Keys(NamedTuple):
@@ -136,7 +136,6 @@ def _attention_kernel(
     part: tl.tensor,
     part_top: tl.tensor,
     part_total: tl.tensor,
-    counters: tl.tensor,
     q_b: tl.tensor,
     q_t: tl.tensor,
     q_h: tl.tensor,
@@ -166,7 +165,6 @@ def _attention_kernel(
     BOUNDED: tl.constexpr,
     SUFFIX: tl.constexpr,
     SPLITS: tl.constexpr,
-    JOINED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -195,11 +193,13 @@ def _attention_kernel(
     k_at, v_at = k, v
     if not DESCRIBED:
         k_at, v_at = k + page * k_b + kv_head * k_h, v + page * v_b + kv_head * v_h
-        if OVERLAP and BLOCK_N <= 128:
-            for block in range(first, tl.minimum(tl.minimum(last, first + 2), arena_blocks)):
-                key = tl.minimum(block * BLOCK_N + lane, bound - 1)
-                prefetch_rows(k_at + key * k_t, BLOCK_N, HEAD_DIM * 2, 128, OVERLAP)
-                prefetch_rows(v_at + key * v_t, BLOCK_N, HEAD_DIM * 2, 128, OVERLAP)
+        if SPLITS > 1:
+            # Two blocks of a split, as one stretch where tokens lie side by side.
+            begin = tl.minimum(first * BLOCK_N, bound)
+            keys = tl.minimum(tl.minimum(last, first + 2) * BLOCK_N, bound) - begin
+            if k_t == HEAD_DIM and v_t == HEAD_DIM and keys > 0:
+                prefetch_span(k_at + begin * HEAD_DIM, keys * HEAD_DIM * 2, OVERLAP)
+                prefetch_span(v_at + begin * HEAD_DIM, keys * HEAD_DIM * 2, OVERLAP)
     await_inputs(OVERLAP)
 
     q_tile = tl.load(q + b * q_b + (token * q_t + head * q_h)[:, None] + dim[None, :], mask=here[:, None], other=0.0)
@@ -242,29 +242,12 @@ def _attention_kernel(
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None])
     else:
-        at = (tl.program_id(2) * SPLITS).to(tl.int64) * rows + row
+        at = (tl.program_id(2) * SPLITS + split).to(tl.int64) * rows + row
         used = (split == 0) | (first < blocks)
         if used:
-            tl.store(part + (at + split * rows)[:, None] * HEAD_DIM + dim[None, :], acc, mask=here[:, None])
-        tl.store(part_top + at + split * rows, tl.where(used, top, -2.0e30), mask=here)
-        tl.store(part_total + at + split * rows, total, mask=here)
-        if JOINED:
-            tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-            tl.debug_barrier()  # all threads have stored their part before one of them counts it
-            if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
-                highest = tl.full((BLOCK_M,), -2.0e30, tl.float32)
-                for s in range(SPLITS):
-                    highest = tl.maximum(highest, tl.load(part_top + at + s * rows, mask=here, other=0.0, cache_modifier=".cg"))
-                acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-                for s in range(tl.maximum(tl.cdiv(blocks, tl.maximum(each, 1)), 1)):
-                    share = tl.exp2(tl.load(part_top + at + s * rows, mask=here, other=0.0, cache_modifier=".cg") - highest)
-                    total += share * tl.load(part_total + at + s * rows, mask=here, other=0.0, cache_modifier=".cg")
-                    part_at = part + (at + s * rows)[:, None] * HEAD_DIM + dim[None, :]
-                    acc += share[:, None] * tl.load(part_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
-                acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-                tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None])
-                tl.store(counters + tile, 0)
+            tl.store(part + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=here[:, None])
+        tl.store(part_top + at, tl.where(used, top, -2.0e30), mask=here)
+        tl.store(part_total + at, total, mask=here)
 
 
 @jit
@@ -300,14 +283,8 @@ def _join_kernel(
     tl.store(out_at, joined.to(out.dtype.element_ty))
 
 
-def split_attention(
-    q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Tiling | None = None, counters: Tensor | None = None
-) -> Tensor:
-    """Run the kernel; all tensors have a dense last axis and d is a power of two, 16 or more. Returns [B, T, H, d].
-
-    `counters`: int32 zeros, B K T G / 16 of them, that no concurrent call uses; zeros again afterwards. Without them they
-    are made for a call that needs them.
-    """
+def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Tiling | None = None) -> Tensor:
+    """Run the kernel; all tensors have a dense last axis and d is a power of two, 16 or more. Returns [B, T, H, d]."""
     batch, tokens, heads, head_dim = q_BTHd.shape
     kv_heads = keys.k_SPKd.shape[2]
     group, pairs = heads // kv_heads, batch * kv_heads
@@ -317,36 +294,39 @@ def split_attention(
     v_suffix = keys.v_SPKd if keys.v_suffix_BNKd is None else keys.v_suffix_BNKd
     arena_tokens, suffix_tokens = keys.k_SPKd.shape[1], k_suffix.shape[1] if suffix else 0
     cut = tiling or choose_tiling(rows, pairs, arena_tokens + suffix_tokens, head_dim, multiprocessors(q_BTHd))
+    blocks = cdiv(arena_tokens, cut.block_n) + cdiv(suffix_tokens, cut.block_n)
+    splits = blocks if cut.flat else cut.splits
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
-    kept = pairs * cut.splits * rows if cut.splits > 1 else 0
+    kept = pairs * splits * rows if splits > 1 or cut.flat else 0
     part = torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device)
     parts = torch.split(part, [kept * head_dim, kept, kept])
-    tiles = cdiv(rows, cut.block_m)
-    if counters is None and cut.joined and cut.splits > 1:
-        counters = torch.zeros(tiles * pairs, dtype=torch.int32, device=q_BTHd.device)
     mask = _as_bytes(keys.mask_BP) if keys.mask_BP is not None else q_BTHd
     sources: list[Any] = [keys.k_SPKd, keys.v_SPKd, k_suffix, v_suffix]
-    strides = [n for x in sources for n in x.stride()[:3]]
+    strides = [n for x in (q_BTHd, *sources) for n in x.stride()[:3]]
     if cut.described:
         sources = [_described(x, cut.block_n) for x in sources]
     overlap = overlaps(q_BTHd)
-    _attention_kernel[(tiles, cut.splits, pairs)](
-        q_BTHd, *sources,
-        q_BTHd if keys.slots_B is None else keys.slots_B, mask, q_BTHd if keys.length_B is None else keys.length_B,
-        out, *parts, q_BTHd if counters is None else counters,
-        *q_BTHd.stride()[:3], *strides, mask.stride(0),
-        tokens, arena_tokens, suffix_tokens, keys.suffix_lead, (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        INDEXED=keys.slots_B is not None, MASKED=keys.mask_BP is not None, BOUNDED=keys.length_B is not None, SUFFIX=suffix,
-        SPLITS=cut.splits, JOINED=bool(cut.joined), DESCRIBED=bool(cut.described),
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, OVERLAP=overlap,
-        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
-    )  # fmt: skip
-    if cut.splits > 1 and not cut.joined:
-        block = block_of(cut.splits)
+    where = q_BTHd if keys.slots_B is None else keys.slots_B, mask, q_BTHd if keys.length_B is None else keys.length_B
+    sizes = tokens, arena_tokens, suffix_tokens, keys.suffix_lead, (head_dim**-0.5 if scale is None else scale) * LOG2_E
+    constants: dict[str, Any] = {
+        "KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "INDEXED": keys.slots_B is not None,
+        "MASKED": keys.mask_BP is not None, "BOUNDED": keys.length_B is not None, "SUFFIX": suffix, "SPLITS": splits,
+        "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "OVERLAP": overlap,
+        "num_warps": cut.warps, "num_stages": cut.stages, "launch_pdl": overlap,
+    }  # fmt: skip
+    grid = (cdiv(rows, cut.block_m), splits, pairs)
+    if cut.flat:
+        block_attention_kernel[grid](q_BTHd, *sources, *where, *parts, *strides, mask.stride(0), *sizes, **constants)
+    else:
+        described = bool(cut.described)
+        _attention_kernel[grid](
+            q_BTHd, *sources, *where, out, *parts, *strides, mask.stride(0), *sizes, DESCRIBED=described, **constants
+        )
+    if kept:
+        block = block_of(splits)
         _join_kernel[(rows, pairs)](
             *parts, out, tokens,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=cut.splits, BLOCK_SPLITS=block,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=splits, BLOCK_SPLITS=block,
             OVERLAP=overlap, num_warps=2 if block <= 8 else 4, launch_pdl=overlap,
         )  # fmt: skip
     return out
