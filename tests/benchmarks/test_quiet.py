@@ -28,6 +28,8 @@ def test_what_this_process_and_its_children_take_is_not_others() -> None:
             time.sleep(0.02)
         after = Spent.now()
         child.kill()
+    # Also when the child has ended.
+    assert Spent.now().own_s >= after.own_s
     assert after.machine_s - before.machine_s >= 0.5
 
 
