@@ -1,0 +1,118 @@
+// What the kernel needs of the machine, sm_90: asynchronous row copies, matrix products, barriers within and across CTAs.
+// A host build replaces this file by one that runs threads as fibers, so that the same kernel is tested without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+#define ON_DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+
+namespace device {
+
+// Clock cycles of a wait, some two seconds: by then a partner is lost, and a trap with a message beats a machine that hangs.
+constexpr long long PATIENCE = 4'000'000'000ll;
+
+ON_DEVICE int thread_id() { return int(threadIdx.x); }
+ON_DEVICE int block_id() { return int(blockIdx.x); }
+ON_DEVICE long long ticks() { return clock64(); }
+ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// A message costs registers, so only a build for the search of a fault has it.
+ON_DEVICE void lost(const char* what, int where, uint32_t seen, uint32_t wanted) {
+#ifdef STRETTO_TELL
+    printf("stretto: CTA %d thread %d waits in vain for %s %d: %u, wants %u\n", block_id(), thread_id(), what, where, seen, wanted);
+#endif
+    __trap();
+}
+
+// Read from the second-level cache: what other CTAs wrote is never in the first-level one.
+ON_DEVICE uint4 load_fresh(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
+ON_DEVICE float4 load_fresh4(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+ON_DEVICE float2 load_fresh2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
+ON_DEVICE float load_fresh1(const float* p) { return __ldcg(p); }
+
+// Two floats as bf16, the first one in the low half.
+ON_DEVICE uint32_t pack(float low, float high) {
+    uint32_t both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+ON_DEVICE float power_of_two(float x) { return exp2f(x); }
+ON_DEVICE float inverse_root(float x) { return rsqrtf(x); }
+ON_DEVICE float exponential(float x) { return __expf(x); }
+ON_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+
+// c += A B for A [16, 16] and B [16, 8] in bf16, spread over a warp as mma.m16n8k16 has them.
+ON_DEVICE void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+ON_DEVICE void load_transposed(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_at(row)) : "memory");
+}
+
+ON_DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+ON_DEVICE void sync_warp() { __syncwarp(); }
+ON_DEVICE void sync_all() { __syncthreads(); }
+template <int THREADS>
+ON_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Warp groups of 128 threads hand registers to each other; at launch all have 168.
+ON_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+ON_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+
+using Barrier = uint64_t;
+
+ON_DEVICE void barrier_init(Barrier* b, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(b)), "r"(arrivals) : "memory");
+}
+ON_DEVICE void barriers_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+ON_DEVICE void barrier_arrive(Barrier* b) {
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(shared_at(b)) : "memory");
+}
+ON_DEVICE void barrier_arrive_expecting(Barrier* b, uint32_t bytes) {
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }" ::"r"(shared_at(b)), "r"(bytes) : "memory");
+}
+ON_DEVICE bool barrier_passed(Barrier* b, uint32_t parity) {
+    uint32_t passed;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed) : "r"(shared_at(b)), "r"(parity) : "memory");
+    return passed != 0;
+}
+ON_DEVICE void barrier_wait(Barrier* b, uint32_t parity) {
+    if (barrier_passed(b, parity)) return;
+    const long long begin = ticks();
+    while (!barrier_passed(b, parity))
+        if (ticks() - begin > PATIENCE) lost("a stage at", int(shared_at(b)), parity, 0);
+}
+
+// Start copying `bytes` from global to shared memory; the barrier counts them as they come.
+ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_at(to)), "l"(from), "r"(bytes), "r"(shared_at(b)) : "memory");
+}
+// Between what threads wrote and an asynchronous copy that reads or overwrites it.
+ON_DEVICE void before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+ON_DEVICE void count_up(uint32_t* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+ON_DEVICE void await_count(const uint32_t* counter, uint32_t wanted) {
+    const long long begin = ticks();
+    for (;;) {
+        uint32_t seen;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        if (int32_t(seen - wanted) >= 0) return;
+        if (ticks() - begin > PATIENCE) lost("counter", 0, seen, wanted);
+    }
+}
+
+}  // namespace device

@@ -1,0 +1,325 @@
+// A host stand-in for device.cuh: threads are fibers on one CPU thread, warps work in lockstep where the device's do.
+//
+// Copies complete late and in a shuffled order, so that a reader that does not wait reads old data. A grid that cannot go on
+// is reported instead of hanging.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <sys/mman.h>
+#include <vector>
+
+#define ON_DEVICE inline
+using std::max;
+using std::min;
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+namespace host {
+
+extern "C" void stretto_switch(void** save, void* load);
+asm(R"(
+.text
+.globl stretto_switch
+stretto_switch:
+    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+    ret
+)");
+
+struct Warp {
+    int arrived = 0, alive = 32;
+    uint64_t round = 0;
+    const char* what = nullptr;
+    uint32_t in[32][10], out[32][4];
+};
+
+struct Meeting {
+    int arrived = 0;
+    uint64_t round = 0;
+};
+
+struct Copy {
+    char* to;
+    const char* from;
+    uint32_t bytes;
+    uint64_t* barrier;
+    uint64_t due;
+};
+
+struct Fiber {
+    void* stack_pointer;
+    int cta, thread;
+    bool done = false;
+};
+
+constexpr size_t STACK = 32 * 1024;
+
+struct Grid {
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::vector<Meeting> all, consumers;
+    std::vector<std::vector<char>> shared;
+    std::vector<Copy> copies;
+    std::function<void(char*)> kernel;
+    std::string fault;
+    void* scheduler;
+    Fiber* now;
+    int threads;
+    uint64_t passes = 0, progress = 0, random = 88172645463325252ull;
+
+    uint64_t next_random() {
+        random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+        return random;
+    }
+    Warp& warp() { return warps[now->cta * (threads / 32) + now->thread / 32]; }
+};
+inline Grid* grid = nullptr;
+
+inline void yield() { stretto_switch(&grid->now->stack_pointer, grid->scheduler); }
+inline void moved() { grid->progress = grid->passes; }
+
+inline void enter() {
+    grid->kernel(grid->shared[grid->now->cta].data() + (-(uintptr_t)grid->shared[grid->now->cta].data() & 127));
+    grid->now->done = true;
+    moved();
+    yield();
+}
+
+inline void fail(const std::string& text) {
+    if (grid->fault.empty()) grid->fault = text;
+    for (;;) yield();
+}
+
+// All lanes give `in`; the last one computes everyone's `out`.
+template <class Work>
+void together(const char* what, const uint32_t* in, int words, uint32_t* out, int results, Work work) {
+    Warp& w = grid->warp();
+    const int lane = grid->now->thread % 32;
+    if (w.arrived == 0) w.what = what;
+    if (std::strcmp(w.what, what) != 0) fail(std::string("lanes of a warp part: ") + w.what + " and " + what);
+    std::memcpy(w.in[lane], in, words * 4);
+    const uint64_t round = w.round;
+    if (++w.arrived == 32) {
+        work(w);
+        w.arrived = 0, ++w.round;
+        moved();
+    } else {
+        while (w.round == round) yield();
+    }
+    std::memcpy(out, w.out[lane], results * 4);
+}
+
+inline void meet(Meeting& m, int threads) {
+    const uint64_t round = m.round;
+    if (++m.arrived == threads) {
+        m.arrived = 0, ++m.round;
+        moved();
+    } else {
+        while (m.round == round) yield();
+    }
+}
+
+// mbarrier: pending arrivals, expected arrivals, bytes to come, phase; kept outside the 8 bytes in shared memory.
+struct State {
+    int expected, pending;
+    int64_t bytes;
+    uint32_t phase;
+};
+inline std::vector<State>& states() {
+    static std::vector<State> all;
+    return all;
+}
+inline State& state_of(uint64_t* b) { return states().at(*b); }
+inline void settle(State& s) {
+    if (s.pending == 0 && s.bytes == 0) s.pending = s.expected, s.phase ^= 1;
+    moved();
+}
+
+inline void deliver(bool everything) {
+    for (size_t i = 0; i < grid->copies.size();) {
+        Copy& c = grid->copies[i];
+        if (everything || c.due <= grid->passes) {
+            std::memcpy(c.to, c.from, c.bytes);
+            State& s = state_of(c.barrier);
+            s.bytes -= c.bytes;
+            settle(s);
+            c = grid->copies.back();
+            grid->copies.pop_back();
+        } else {
+            ++i;
+        }
+    }
+}
+
+template <class Kernel>
+const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
+    static std::string fault;
+    auto made = std::make_unique<Grid>();
+    grid = made.get();
+    states().clear();
+    grid->threads = threads, grid->kernel = kernel;
+    grid->fibers.resize(ctas * threads), grid->warps.resize(ctas * threads / 32);
+    grid->all.resize(ctas), grid->consumers.resize(ctas);
+    // Bits that are no number: nobody may depend on what shared memory holds at first.
+    grid->shared.assign(ctas, std::vector<char>(shared_bytes + 128, char(0xff)));
+    const size_t bytes = grid->fibers.size() * STACK;
+    char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks == MAP_FAILED) return "no memory for stacks";
+    for (size_t i = 0; i < grid->fibers.size(); ++i) {
+        Fiber& f = grid->fibers[i];
+        f.cta = int(i) / threads, f.thread = int(i) % threads;
+        // At the entry of a function the stack is 8 off a multiple of 16.
+        void** top = reinterpret_cast<void**>(stacks + (i + 1) * STACK - 64);
+        *--top = nullptr;
+        *--top = reinterpret_cast<void*>(&enter);
+        for (int r = 0; r < 6; ++r) *--top = nullptr;
+        f.stack_pointer = top;
+    }
+    for (bool any = true; any && grid->fault.empty(); ++grid->passes) {
+        any = false;
+        deliver(false);
+        for (Fiber& f : grid->fibers) {
+            if (f.done) continue;
+            any = true;
+            grid->now = &f;
+            stretto_switch(&grid->scheduler, f.stack_pointer);
+        }
+        if (any && grid->copies.empty() && grid->passes - grid->progress > 100) grid->fault = "every thread waits";
+    }
+    munmap(stacks, bytes);
+    fault = grid->fault;
+    grid = nullptr;
+    return fault.empty() ? nullptr : fault.c_str();
+}
+
+inline float of_bf16(uint32_t bits) {
+    bits <<= 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline uint32_t to_bf16(float f) {
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    return std::isnan(f) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+}  // namespace host
+
+namespace device {
+
+inline int thread_id() { return host::grid->now->thread; }
+inline int block_id() { return host::grid->now->cta; }
+inline long long ticks() { return (long long)(host::grid->passes); }
+inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
+inline float4 load_fresh4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+inline float2 load_fresh2(const float* p) { return *reinterpret_cast<const float2*>(p); }
+inline float load_fresh1(const float* p) { return *p; }
+inline uint32_t pack(float low, float high) { return host::to_bf16(low) | host::to_bf16(high) << 16; }
+inline float power_of_two(float x) { return std::exp2(x); }
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+inline float exponential(float x) { return std::exp(x); }
+inline float quotient(float a, float b) { return a / b; }
+
+inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    uint32_t in[10] = {a0, a1, a2, a3, b0, b1}, out[4];
+    std::memcpy(in + 6, c, 16);
+    host::together("mma", in, 10, out, 4, [](host::Warp& w) {
+        float a[16][16], b[16][8], sum[16][8];
+        for (int l = 0; l < 32; ++l) {
+            const int g = l / 4, t = l % 4;
+            for (int r = 0; r < 4; ++r)
+                for (int h = 0; h < 2; ++h) a[g + r % 2 * 8][t * 2 + h + r / 2 * 8] = host::of_bf16(w.in[l][r] >> 16 * h & 0xffff);
+            for (int r = 0; r < 2; ++r)
+                for (int h = 0; h < 2; ++h) b[t * 2 + h + r * 8][g] = host::of_bf16(w.in[l][4 + r] >> 16 * h & 0xffff);
+            for (int r = 0; r < 4; ++r) std::memcpy(&sum[g + r / 2 * 8][t * 2 + r % 2], &w.in[l][6 + r], 4);
+        }
+        for (int i = 0; i < 16; ++i)
+            for (int k = 0; k < 16; ++k)
+                for (int j = 0; j < 8; ++j) sum[i][j] += a[i][k] * b[k][j];
+        for (int l = 0; l < 32; ++l)
+            for (int r = 0; r < 4; ++r) std::memcpy(&w.out[l][r], &sum[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2], 4);
+    });
+    std::memcpy(c, out, 16);
+}
+
+inline void load_transposed(uint32_t (&r)[4], const void* row) {
+    uint32_t in[2];
+    std::memcpy(in, &row, 8);
+    host::together("ldmatrix", in, 2, r, 4, [](host::Warp& w) {
+        for (int m = 0; m < 4; ++m) {
+            const uint16_t* rows[8];
+            for (int i = 0; i < 8; ++i) {
+                std::memcpy(&rows[i], w.in[m * 8 + i], 8);
+                if (reinterpret_cast<uintptr_t>(rows[i]) % 16) host::fail("a row of a matrix is not aligned");
+            }
+            for (int l = 0; l < 32; ++l) w.out[l][m] = rows[l % 4 * 2][l / 4] | uint32_t(rows[l % 4 * 2 + 1][l / 4]) << 16;
+        }
+    });
+}
+
+inline float from_lane_xor(float x, int mask) {
+    uint32_t in[2], out;
+    std::memcpy(in, &x, 4);
+    in[1] = uint32_t(mask);
+    host::together("shuffle", in, 2, &out, 1, [](host::Warp& w) {
+        for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[l ^ int(w.in[l][1])][0];
+    });
+    std::memcpy(&x, &out, 4);
+    return x;
+}
+inline void sync_warp() {
+    uint32_t in = 0, out;
+    host::together("sync", &in, 1, &out, 0, [](host::Warp&) {});
+}
+inline void sync_all() { host::meet(host::grid->all[block_id()], host::grid->threads); }
+template <int THREADS>
+void sync_consumers() { host::meet(host::grid->consumers[block_id()], THREADS); }
+inline void take_registers() {}
+inline void give_registers() {}
+
+using Barrier = uint64_t;
+inline void barrier_init(Barrier* b, uint32_t arrivals) {
+    *b = host::states().size();
+    host::states().push_back({int(arrivals), int(arrivals), 0, 0});
+}
+inline void barriers_ready() {}
+inline void barrier_arrive(Barrier* b) {
+    host::State& s = host::state_of(b);
+    if (--s.pending < 0) host::fail("a barrier has more arrivals than it expects");
+    host::settle(s);
+}
+inline void barrier_arrive_expecting(Barrier* b, uint32_t bytes) {
+    host::state_of(b).bytes += bytes;
+    barrier_arrive(b);
+}
+inline void barrier_wait(Barrier* b, uint32_t parity) {
+    // Passed once the phase of this parity is complete.
+    while (host::state_of(b).phase == parity) host::yield();
+}
+inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) host::fail("a copied row is not aligned");
+    host::grid->copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, b, host::grid->passes + host::grid->next_random() % 12});
+}
+inline void before_copies() {}
+inline void count_up(uint32_t* counter) {
+    ++*counter;
+    host::moved();
+}
+inline void await_count(const uint32_t* counter, uint32_t wanted) {
+    while (int32_t(*counter - wanted) < 0) host::yield();
+}
+
+}  // namespace device
