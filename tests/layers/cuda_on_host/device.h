@@ -221,6 +221,7 @@ inline uint32_t to_bf16(float f) {
 namespace device {
 
 inline int thread_id() { return host::grid->now->thread; }
+inline int thread_id_anew() { return thread_id(); }
 inline int block_id() { return host::grid->now->cta; }
 inline long long ticks() { return (long long)(host::grid->passes); }
 inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }

@@ -14,6 +14,12 @@ namespace device {
 constexpr long long PATIENCE = 4'000'000'000ll;
 
 ON_DEVICE int thread_id() { return int(threadIdx.x); }
+// As one, but nothing made of it outlives a phase: kept values would crowd out those that a product needs in registers.
+ON_DEVICE int thread_id_anew() {
+    int id;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
+    return id;
+}
 ON_DEVICE int block_id() { return int(blockIdx.x); }
 ON_DEVICE long long ticks() { return clock64(); }
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -64,8 +70,8 @@ template <int THREADS>
 ON_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // Warp groups of 128 threads hand registers to each other; at launch all have 168.
-ON_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
-ON_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+ON_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
+ON_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
 
 using Barrier = uint64_t;
 

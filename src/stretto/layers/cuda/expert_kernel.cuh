@@ -14,7 +14,7 @@ struct Who {
     int cta, thread, warp, lane, g, t, group, half;
 
     ON_DEVICE Who() {
-        cta = device::block_id(), thread = device::thread_id(), warp = thread / 32, lane = thread % 32;
+        cta = device::block_id(), thread = device::thread_id_anew(), warp = thread / 32, lane = thread % 32;
         g = lane / 4, t = lane % 4, group = warp / 2, half = warp % 2;
     }
 };
@@ -371,15 +371,15 @@ ON_DEVICE void prepare(const Who& who, const Arguments& a, const Room& room, con
 }
 
 ON_DEVICE void compute(const Arguments& a, char* shared) {
-    const Who who;
     const Room room{shared};
     const Span span(a);
     Ring ring(shared);
-    Owned own(who, a);
+    Owned own(Who(), a);
     const float* line = a.table + (a.line == nullptr ? 0 : *a.line) * a.line_step;
-    prepare(who, a, room, span);
+    prepare(Who(), a, room, span);
     sync();
     for (int phase = 0; phase < a.phases; ++phase) {
+        const Who who;
         stamp(a, phase, 0);
         switch (phase % PHASES) {
             case 0: query_key_value(who, a, ring, room, phase); break;
