@@ -68,7 +68,9 @@ def answers(model: Any, device: str, mode: Mode, inputs: dict[str, torch.Tensor]
     for at in range(0, len(rows), batch):
         streams = [engine.open() for _ in rows[at : at + batch]]
         pairs = zip(streams, rows[at : at + batch], strict=True)
-        found += [f.result().outputs["x"] for f in [s.submit(row, lengths={"prompt": prompt}) for s, row in pairs]]
+        with engine.together():  # batches of other sizes may round differently
+            asked = [s.submit(row, lengths={"prompt": prompt}) for s, row in pairs]
+        found += [f.result().outputs["x"] for f in asked]
         for stream in streams:
             stream.close()
     engine.close()
