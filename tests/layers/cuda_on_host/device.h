@@ -77,7 +77,7 @@ struct Grid {
     void* scheduler;
     Fiber* now;
     int threads;
-    uint64_t passes = 0, progress = 0, random = 88172645463325252ull;
+    uint64_t passes = 0, progress = 0, moves = 0, random = 88172645463325252ull;
 
     uint64_t next_random() {
         random ^= random << 13, random ^= random >> 7, random ^= random << 17;
@@ -88,7 +88,7 @@ struct Grid {
 inline Grid* grid = nullptr;
 
 inline void yield() { stretto_switch(&grid->now->stack_pointer, grid->scheduler); }
-inline void moved() { grid->progress = grid->passes; }
+inline void moved() { grid->progress = grid->passes, ++grid->moves; }
 
 inline void enter() {
     grid->kernel(grid->shared[grid->now->cta].data() + (-(uintptr_t)grid->shared[grid->now->cta].data() & 127));
@@ -190,11 +190,17 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
     for (bool any = true; any && grid->fault.empty(); ++grid->passes) {
         any = false;
         deliver(false);
-        for (Fiber& f : grid->fibers) {
-            if (f.done) continue;
-            any = true;
-            grid->now = &f;
-            stretto_switch(&grid->scheduler, f.stack_pointer);
+        for (size_t warp = 0; warp < grid->fibers.size(); warp += 32) {
+            // A warp goes on while any of its threads can: what it uses stays in the CPU's caches.
+            for (uint64_t before = grid->moves - 1; before != grid->moves;) {
+                before = grid->moves;
+                for (size_t i = warp; i < warp + 32; ++i) {
+                    if (grid->fibers[i].done) continue;
+                    any = true;
+                    grid->now = &grid->fibers[i];
+                    stretto_switch(&grid->scheduler, grid->now->stack_pointer);
+                }
+            }
         }
         if (any && grid->copies.empty() && grid->passes - grid->progress > 100) grid->fault = "every thread waits";
     }
@@ -239,6 +245,13 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
     std::memcpy(in + 6, c, 16);
     host::together("mma", in, 10, out, 4, [](host::Warp& w) {
         float a[16][16], b[16][8], sum[16][8];
+        bool none = true;
+        for (int l = 0; l < 32; ++l) none = none && !(w.in[l][0] | w.in[l][1] | w.in[l][2] | w.in[l][3]);
+        if (none) {
+            // Rows that are not there are most of a small call.
+            for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], w.in[l] + 6, 16);
+            return;
+        }
         for (int l = 0; l < 32; ++l) {
             const int g = l / 4, t = l % 4;
             for (int r = 0; r < 4; ++r)

@@ -1,0 +1,194 @@
+"""The expert's kernel in CUDA C++: on a GPU as it is, and on the CPU built for the host, its threads run as fibers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.layers.cuda import build
+from stretto.layers.cuda.expert import PHASES, ExpertKernel, Keys, Scratch, Weights, expert_kernel
+from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.gated_linear import gated_linear
+from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
+from stretto.layers.kernels.stream import Stream, open_stream
+
+WIDTH, HEADS, HEAD, MLP = 1024, 8, 256, 4096
+HALF = torch.bfloat16
+EPS = 1e-6
+
+
+class Call(NamedTuple):
+    stream: Stream
+    weights: list[Weights]
+    norms: list[Modulation]
+    keys: Keys
+
+    def run(self, kernel: ExpertKernel, phases: int | None = None, scratch: Scratch | None = None) -> Stream:
+        lines = self.norms[0], self.norms[1]
+        return kernel.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, phases=phases, scratch=scratch)
+
+
+def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
+    """A random call. Beyond the prefix's length lie keys and values that are no numbers, within it some that are masked."""
+    g = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=g) * std).to(device)
+
+    shapes = [((HEADS + 2) * HEAD, WIDTH), (WIDTH, HEADS * HEAD), (2 * MLP, WIDTH), (WIDTH, MLP)]
+    weights = [Weights(*(normal(*s, std=s[1] ** -0.5).to(HALF) for s in shapes)) for _ in range(depth)]
+    table, rows = normal(3, 2 * depth + 1, 3 * WIDTH, std=0.3), torch.tensor([1], device=device)
+    norms = [Modulation(table[:, i], rows) for i in range(2 * depth + 1)]
+    k, v = (normal(3, depth, prefix, 1, HEAD).to(HALF) for _ in range(2))
+    length = prefix * 9 // 10
+    k[:, :, length:], v[:, :, length:] = float("nan"), float("nan")
+    mask = torch.rand(1, prefix, generator=g).to(device) > 0.2
+
+    def number(n: int) -> Tensor:
+        return torch.tensor([n], dtype=torch.int32, device=device)
+
+    keys = Keys(k, v, torch.tensor([2], device=device), mask, number(length), number(700))
+    return Call(open_stream.reference(normal(1, tokens, WIDTH), norms[0], HALF), weights, norms, keys)
+
+
+def by_steps(c: Call, stream: Stream, layer: int, dtype: torch.dtype = HALF) -> tuple[Tensor, Tensor, Stream, Tensor, Stream]:
+    """What each phase of a layer leaves, by the references of the separate kernels."""
+    w, (first, second, third), keys = c.weights[layer], c.norms[2 * layer : 2 * layer + 3], c.keys
+    shape = {"heads": HEADS, "kv_heads": 1, "head_dim": HEAD, "theta": 1e4, "eps": EPS}
+    fresh = norm_qkv.reference(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.starts_B, **shape)
+    q, k, v = torch.split(fresh, [HEADS, 1, 1], dim=2)
+    kept = keys.k_SNPKd[:, layer].nan_to_num(), keys.v_SNPKd[:, layer].nan_to_num(), keys.slots_B
+    named = {"key_mask_BP": keys.mask_BP, "length_B": keys.length_B, "k_suffix_BTKd": k, "v_suffix_BTKd": v}
+    attended = prefix_attention.reference(q, *kept, **named).flatten(2)
+    middle = gated_linear.reference(attended, w.out, stream.residual_BTD, first, second, HALF)
+    hidden = norm_geglu.reference(middle.scaled_BRD, middle.squares_MP, w.gate_up, second, EPS)
+    end = gated_linear.reference(hidden, w.down, middle.residual_BTD, second, third, dtype)
+    return fresh, attended, middle, hidden, end
+
+
+def off_by(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()
+
+
+def same_stream(got: Stream, want: Stream, tolerance: float) -> None:
+    assert off_by(got.residual_BTD, want.residual_BTD) < tolerance
+    assert off_by(got.scaled_BRD, want.scaled_BRD) < tolerance
+    assert off_by(got.squares_MP.sum(-1), want.squares_MP.sum(-1)) < tolerance
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> ExpertKernel:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ to build the kernel for the host")
+    here = Path(__file__).parent / "cuda_on_host"
+    made = tmp_path_factory.mktemp("cuda") / "expert.so"
+    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{here}", f"-I{build.SOURCES}"]
+    subprocess.run([compiler, *options, str(here / "expert.cpp"), "-o", str(made)], check=True)
+    return ExpertKernel(ctypes.CDLL(str(made)), 0)
+
+
+@pytest.fixture(scope="module")
+def on_device() -> ExpertKernel:
+    kernel, reason = expert_kernel(0)
+    if kernel is None:
+        pytest.skip(reason)
+    return kernel
+
+
+def test_each_phase_leaves_what_its_separate_kernel_would(on_host: ExpertKernel) -> None:
+    tokens = 5
+    c = call(tokens, 77, 1)
+    scratch = Scratch.of(on_host.sizes, tokens, torch.device("cpu"))
+    end = c.run(on_host, scratch=scratch)
+    fresh, attended, middle, hidden, want = by_steps(c, c.stream, 0, torch.float32)
+    assert off_by(scratch.fresh, fresh[0]) < 8e-3
+    assert off_by(scratch.attended, attended[0]) < 8e-3
+    assert off_by(scratch.stream, middle.scaled_BRD[0]) < 8e-3
+    assert off_by(scratch.hidden, hidden[0]) < 8e-3
+    same_stream(end, want, 3e-3)
+
+
+def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: ExpertKernel) -> None:
+    c = call(3, 9, 2)
+    first, second = c.run(on_host), c.run(on_host)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    stream = by_steps(c, c.stream, 0)[-1]
+    same_stream(first, by_steps(c, stream, 1, torch.float32)[-1], 5e-3)
+
+
+def test_calls_of_other_shapes_are_not_taken(on_host: ExpertKernel) -> None:
+    c = call(5, 77, 1)
+    assert on_host.takes(c.weights, c.stream, c.norms[0], c.keys)
+    many = call(57, 1, 1)
+    assert not on_host.takes(many.weights, many.stream, many.norms[0], many.keys)
+    long = c.keys._replace(mask_BP=torch.ones(1, 1025, dtype=torch.bool))
+    assert not on_host.takes(c.weights, c.stream, c.norms[0], long)
+    two_rows = c.stream._replace(residual_BTD=c.stream.residual_BTD.expand(2, -1, -1))
+    assert not on_host.takes(c.weights, two_rows, c.norms[0], c.keys)
+    by_token = Modulation(c.norms[0].table, torch.zeros(1, 5, dtype=torch.int64))
+    assert not on_host.takes(c.weights, c.stream, by_token, c.keys)
+    other = [c.weights[0]._replace(down=c.weights[0].down.float())]
+    assert not on_host.takes(other, c.stream, c.norms[0], c.keys)
+
+
+def test_a_machine_without_the_device_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    build.built.cache_clear()
+    monkeypatch.setattr(build, "triton_runs_on", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    assert build.built("expert", 0) == (None, "the device is sm_86, the kernel is for sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    build.built.cache_clear()
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    assert build.built("expert", 0) == (None, "there is no nvcc on this machine")
+    build.built.cache_clear()
+
+
+def test_a_compiler_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+    compiler = tmp_path / "nvcc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such flag" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    with pytest.raises(subprocess.CalledProcessError) as e:
+        build.compiled("expert", str(compiler), (), tmp_path / "cache")
+    assert build._tail(e.value) == "no such flag"
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_library_is_compiled_once_for_the_same_sources(tmp_path: Path) -> None:
+    compiler = tmp_path / "nvcc"
+    # Writes its output file, and counts its runs.
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho >> {tmp_path}/runs\necho library > "$2"\n')
+    compiler.chmod(0o755)
+    first = build.compiled("expert", str(compiler), (), tmp_path / "cache")
+    second = build.compiled("expert", str(compiler), (), tmp_path / "cache")
+    assert first == second
+    assert (tmp_path / "runs").read_text().count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "prefix"), [(50, 968), (10, 784), (56, 1024), (1, 1)])
+def test_the_kernel_on_the_device_leaves_what_separate_kernels_would(on_device: ExpertKernel, tokens: int, prefix: int) -> None:
+    c = call(tokens, prefix, 3, "cuda")
+    got, again = c.run(on_device), c.run(on_device)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    stream = c.stream
+    for layer in range(3):
+        stream = by_steps(c, stream, layer, torch.float32 if layer == 2 else HALF)[-1]
+    same_stream(got, stream, 8e-3)
+
+
+@pytest.mark.gpu
+def test_a_run_that_stops_early_leaves_what_its_last_phase_made(on_device: ExpertKernel) -> None:
+    c = call(50, 968, 1, "cuda")
+    scratch = Scratch.of(on_device.sizes, 50, torch.device("cuda"))
+    c.run(on_device, PHASES - 1, scratch)
+    assert off_by(scratch.hidden, by_steps(c, c.stream, 0)[3][0]) < 8e-3
