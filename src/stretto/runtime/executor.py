@@ -65,7 +65,7 @@ class Executor:
         self.name = device_name
         self.device = torch.device(device_name if device_name.startswith("cuda") else "cpu")
         self._plan = plan
-        self._fail, self._died, self._clock = fail, died, clock
+        self._fail, self._died, self._clock, self._streams = fail, died, clock, streams
         self._stateless = not model.state and not model.conditions
         prompt = self.device.type == "cuda" and plan.mode == "graph" and self._stateless
         self._callers_launch = prompt if callers_launch is None else callers_launch
@@ -99,7 +99,7 @@ class Executor:
         """Capture every graph the plan can need. Synchronises the device; call before `start`."""
         for lane in self._lanes:
             with lane.current():
-                self._can.capture(lane)
+                self._can.capture(lane, self._desk.residents, self._streams)
                 self._staging.warm(self.device)
         # Only what keeps nothing between chunks can run for the sake of measuring.
         if self._plan.dispatch in LOOKS_AHEAD and self._stateless:

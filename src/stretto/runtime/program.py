@@ -4,17 +4,20 @@ All inputs of a captured graph are the arenas and one small control tensor that 
 any robots, at any denoise step, with any prompt length of its bucket. These graphs are all captured before the start.
 
 Where a stage's work depends on the rows (`core.model.CapturesByRows`: the rings of a world model), there is one graph
-for each key that the stages give. Which keys come is not known before the start, so the first batch of a key runs
-eagerly and is captured right after. Batches without a key, such as those whose rings are still filling, run eagerly.
+for each key that the stages give. The keys of single rows that a plan can ask for are few, and captured before the start
+(`capture_ahead`), with those of batches if they are few too: `KEYED_GRAPHS` a segment, the smallest batches first. A batch
+that has no graph of its own replays those of its rows in turn. A row beyond them runs eagerly and is captured right after,
+if there is room. Rows without a key, such as those whose rings are still filling, run eagerly.
 
 Control rows: [0] slot of each batch row; then for every visit of the segment its step; then its state slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +33,9 @@ from stretto.runtime.graphs import Captured, Recent
 from stretto.runtime.graphs import Graphs as Graphs
 from stretto.runtime.rows import BatchRows
 
-_RING = 8  # control copies in flight before a pinned buffer is reused
-_KEYED_GRAPHS = 32  # graphs of one segment kept by what their rows are
-_IDLE = 8 * _KEYED_GRAPHS  # launches without use after which one makes room for another
+_RING = 64  # control copies in flight before a pinned buffer is reused
+KEYED_GRAPHS = 64  # graphs of one segment kept by what their rows are
+_IDLE = 8 * KEYED_GRAPHS  # launches without use after which one makes room for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Program:
         self._by_rows = [(i, s) for i, s in enumerate(self._stages) if isinstance(s, CapturesByRows)]
         self._steps_V = np.asarray([v.step for v in model.route.visits], np.int64)
         self._no_control = torch.zeros(1 + 2 * self.visits, 0, dtype=torch.int64)
-        self._by_key: Recent[Captured] = Recent(_KEYED_GRAPHS, _IDLE)
+        self._by_key: Recent[Captured] = Recent(KEYED_GRAPHS, _IDLE)
         self._turn = 0
         self._pinned: dict[int, list[Tensor]] = {}
         if mode == "graph" and (arenas.device.type != "cuda" or graphs is None):
@@ -105,6 +108,28 @@ class Program:
         for batch, lengths in sorted(self.shapes(), reverse=True):
             if (batch, lengths) not in self._captured:
                 self._captured[batch, lengths] = self._capture(self._graphs, batch, lengths)
+
+    def capture_ahead(self, members: Sequence[Member], cap: int) -> None:
+        """Capture the graphs of batches of these members that launches can ask for. Runs some of them, on the current lane.
+
+        Does nothing where captures do not depend on the rows.
+
+        Args:
+            members: every row that can come, with rings that count as full.
+        """
+        if self._graphs is None or not self._by_rows:
+            return
+        sizes: set[int] = set()
+        for lengths in product(*(b.lengths for b in self.buckets)):
+            for batch in batches(sorted(members, key=lambda m: m.state_slots), cap):
+                key = self.capture_key(batch)
+                if key is None or self._by_key.get((lengths, key)) is not None or not self._by_key.has_room():
+                    continue
+                if len(batch) > 1 or not sizes:
+                    # Kernels must be built and chosen before they can be captured; single rows all need the same.
+                    self._run_eagerly(self._control(batch, len(batch)), batch, lengths)
+                sizes.add(len(batch))
+                self._by_key.put((lengths, key), self._capture_rows(self._graphs, batch, lengths))
 
     def _capture(self, graphs: Graphs, batch: int, lengths: tuple[int, ...]) -> Captured:
         control = torch.zeros(1 + 2 * self.visits, batch, dtype=torch.int64, device=self._arenas.device)
@@ -175,20 +200,29 @@ class Program:
 
     def _launch_by_rows(self, members: Sequence[Member], lengths: tuple[int, ...]) -> Ran:
         batch, graphs = len(members), self._graphs
-        control = self._control(members, batch)
         key = self.capture_key(members) if graphs else None
         captured = None if key is None else self._by_key.get((lengths, key))
         if captured is not None:
-            rows = self._rows(captured.control, self._named(lengths), members)
-            for visit, stage in self._by_rows:
-                rows.enter(visit)
-                stage.prepare(rows)
-            captured.replay(_placed(members), lambda: control)
+            self._replay_rows(captured, members, lengths)
             return Ran(batch, "graph")
-        self._run_eagerly(control, members, lengths)
+        if key is not None and batch > 1:
+            single = [self._by_key.get((lengths, self.capture_key((m,)))) for m in members]
+            if all(single):
+                for captured, member in zip(single, members, strict=True):
+                    assert captured is not None
+                    self._replay_rows(captured, (member,), lengths)
+                return Ran(batch, "graph")
+        self._run_eagerly(self._control(members, batch), members, lengths)
         if graphs and key is not None and self._by_key.has_room():
             self._by_key.put((lengths, key), self._capture_rows(graphs, members, lengths))
         return Ran(batch, "eager")
+
+    def _replay_rows(self, captured: Captured, members: Sequence[Member], lengths: tuple[int, ...]) -> None:
+        rows = self._rows(captured.control, self._named(lengths), members)
+        for visit, stage in self._by_rows:
+            rows.enter(visit)
+            stage.prepare(rows)
+        captured.replay(_placed(members), lambda: self._control(members, len(members)))
 
     def _capture_rows(self, graphs: Graphs, members: Sequence[Member], lengths: tuple[int, ...]) -> Captured:
         control = torch.zeros(1 + 2 * self.visits, len(members), dtype=torch.int64, device=self._arenas.device)
@@ -225,6 +259,17 @@ def _narrowed(buckets: Buckets, shapes: Mapping[str, Sequence[int]]) -> Buckets:
     if buckets.axis not in shapes:
         return buckets
     return replace(buckets, lengths=tuple(sorted({buckets.fit(n) for n in shapes[buckets.axis]})))
+
+
+def batches(members: Sequence[Member], cap: int, bound: int = KEYED_GRAPHS) -> Iterator[tuple[Member, ...]]:
+    """Yield the batches of these members, small ones first; of a size all or none, but single rows up to the bound."""
+    yield from ((m,) for m in members[:bound])
+    count = len(members)
+    for n in range(2, min(cap, len(members)) + 1):
+        count += comb(len(members), n)
+        if count > bound:
+            return
+        yield from combinations(members, n)
 
 
 def batch_buckets(cap: int, wanted: Iterable[int] = (1, 2, 4, 8, 16, 32, 64, 128)) -> tuple[int, ...]:

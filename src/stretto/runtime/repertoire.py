@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from stretto.core.model import Model
+import torch
+
+from stretto.core.model import Model, Row
 from stretto.core.plan import Placement, Plan
 from stretto.core.route import Route
-from stretto.runtime.arena import Arenas
+from stretto.runtime.arena import Arenas, torch_dtype
 from stretto.runtime.costs import measure, progress
 from stretto.runtime.crowd import Crowd
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
+from stretto.runtime.layout import Streams
 from stretto.runtime.partition import LaneStreams
-from stretto.runtime.program import Graphs, Program, batch_buckets
+from stretto.runtime.program import Graphs, Member, Program, batch_buckets
+from stretto.runtime.residents import Residents, Seat
 from stretto.runtime.ways import MAIN, OnRoute, Ways
 from stretto.sched.dispatch import Limits
+
+_LATE = 1 << 40  # a chunk number
 
 Kind = tuple[str, tuple[str, ...], int]
 """What tasks must have in common to share a batch: their route, the stages they run, and the lane."""
@@ -65,6 +71,11 @@ class Repertoire:
             (route, p.segment, p.lane): Entry(self._numbers[k], self._programs[k], k[1])
             for (route, p), k in self._places.items()
         }
+        self._cap = plan.batch_cap(name)
+        self._blank = {
+            name: (0, torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device))
+            for name, spec in (model.conditions if plan.mode == "graph" else {}).items()
+        }
         self._known: dict[tuple[str, str], list[tuple[float, float, tuple[int, ...]]]] = {}
 
     @property
@@ -85,10 +96,30 @@ class Repertoire:
     def _of_lane(self, lane: Lane) -> dict[Kind, Program]:
         return {kind: program for kind, program in self._programs.items() if kind[2] == lane.number}
 
-    def capture(self, lane: Lane) -> None:
-        """Capture every graph of a lane that can be captured before the start. Synchronises the device."""
+    def capture(self, lane: Lane, residents: Residents | None = None, streams: Streams = 0) -> None:
+        """Capture every graph of a lane that can be captured before the start. Synchronises the device.
+
+        Where graphs are for the state slots of their rows, those of all seats that `streams` will take.
+        """
         for program in self._of_lane(lane).values():
             program.capture()
+        if residents is None or not self._graphs:
+            return
+        rows: dict[Kind, list[Member]] = {}
+        for name, seats in residents.reserve(streams).items():
+            for (route, p), kind in self._places.items():
+                if kind[2] == lane.number and p in self._ways.placed[name].get(route, ()):
+                    rows.setdefault(kind, []).extend(self._seated(route, p, seat, residents) for seat in seats)
+        for kind, members in rows.items():
+            self._programs[kind].capture_ahead(members, self._cap)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _seated(self, route: str, place: Placement, seat: Seat, residents: Residents) -> Member:
+        """Return a row of nobody's chunk in a seat, so late that its rings count as full."""
+        model = self.model(route)
+        slots = residents.slots_of(seat, place.segment, model)
+        return Member(Row(-1, _LATE, 0, slot=1), place.segment.start, slots, self._blank)
 
     def measured(self, cap: int, lanes: Sequence[Lane]) -> dict[int, tuple[float, ...]]:
         """Return, for each kind by number, the seconds of batches of 1 to `cap`. Runs them; synchronises the device.

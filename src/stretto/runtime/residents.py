@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stretto.core.errors import PlanError
+from stretto.core.errors import CapacityError, PlanError
 from stretto.core.model import Model, StateKey
 from stretto.core.route import Segment
 from stretto.runtime.arena import SlotPool
 from stretto.runtime.flow import Flow
+from stretto.runtime.layout import Streams
 from stretto.runtime.pools import StatePools
 from stretto.runtime.ways import MAIN, Placements, Ways
 
@@ -78,11 +81,15 @@ class Order:
                 self.leaves.setdefault(place, []).append(i)
 
 
+Seat = Mapping[StateKey, int]
+
+
 @dataclass
 class Resident:
     """One stream as one device knows it."""
 
-    slots: Mapping[StateKey, int]
+    stream_class: str
+    seat: tuple[int, Seat]
     order: Order
     passed: list[int]
     """For each baton, how many chunks have let it go."""
@@ -90,15 +97,63 @@ class Resident:
     """(name, version) -> tensor on the device."""
 
 
+class Seats:
+    """State slots in sets of what one stream needs, which stay together from one stream to the next.
+
+    Where captures bake slots in, those that were made for a seat serve every stream that takes it.
+    """
+
+    def __init__(self, pools: Mapping[str, SlotPool], keys: Mapping[str, Sequence[StateKey]]) -> None:
+        self._pools, self._keys = pools, keys
+        self._free: dict[str, list[tuple[int, Seat]]] = {name: [] for name in keys}
+        self._made = 0
+
+    def reserve(self, stream_class: str, count: int) -> list[Seat]:
+        """Make seats before streams come; returns those of the class that are free.
+
+        Raises:
+            CapacityError: if there are not enough slots.
+        """
+        free = self._free[stream_class]
+        while len(free) < count:
+            heapq.heappush(free, self._make(stream_class))
+        return [seat for _, seat in sorted(free, key=lambda numbered: numbered[0])]
+
+    def take(self, stream_class: str) -> tuple[int, Seat]:
+        """Take the free seat that was made first, or make one; seats of other classes give way.
+
+        Raises:
+            CapacityError: if there are not enough slots.
+        """
+        free = self._free[stream_class]
+        return heapq.heappop(free) if free else self._make(stream_class)
+
+    def give(self, stream_class: str, seat: tuple[int, Seat]) -> None:
+        heapq.heappush(self._free[stream_class], seat)
+
+    def _make(self, stream_class: str) -> tuple[int, Seat]:
+        need = Counter(key.pool for key in self._keys[stream_class])
+        for others in self._free.values():
+            while others and any(self._pools[pool].free < n for pool, n in need.items()):
+                for key, slot in others.pop()[1].items():
+                    self._pools[key.pool].give(slot)
+        for pool, n in need.items():
+            if self._pools[pool].free < n:
+                raise CapacityError("slots", f"{self._pools[pool].free} {pool} slots are free, a stream needs {n}")
+        self._made += 1
+        return self._made, {key: self._pools[key.pool].take() for key in self._keys[stream_class]}
+
+
 class Residents:
     """All streams of one device."""
 
     def __init__(self, model: Model, device: str, pools: Mapping[str, SlotPool], ways: Ways) -> None:
-        self._model, self._device, self._pools, self._ways = model, device, pools, ways
+        self._model, self._device, self._ways = model, device, ways
         self._orders = {name: Order(batons(model, placed, ways)) for name, placed in ways.placed.items()}
         known = StatePools(model, {name: placed[MAIN] for name, placed in ways.placed.items()}, device)
         self._keys = {name: known.keys(name) for name in ways.placed}
         self._key_of = known.key
+        self._seats = Seats(pools, self._keys)
         self._streams: dict[int, Resident] = {}
 
     def __contains__(self, stream: int) -> bool:
@@ -110,14 +165,23 @@ class Residents:
         Raises:
             CapacityError: if not enough are free.
         """
-        slots = {key: self._pools[key.pool].take() for key in self._keys[stream_class]}
         order = self._orders[stream_class]
-        self._streams[stream] = Resident(slots, order, [0] * order.size)
+        self._streams[stream] = Resident(stream_class, self._seats.take(stream_class), order, [0] * order.size)
 
     def close(self, stream: int) -> None:
         resident = self._streams.pop(stream, None)
-        for key, slot in resident.slots.items() if resident else ():
-            self._pools[key.pool].give(slot)
+        if resident is not None:
+            self._seats.give(resident.stream_class, resident.seat)
+
+    def reserve(self, streams: Streams) -> dict[str, list[Seat]]:
+        """Make the seats of streams to come, where it is known of which class they will be; returns them by class.
+
+        Raises:
+            CapacityError: if there are not enough slots.
+        """
+        if isinstance(streams, int):
+            streams = dict.fromkeys(self._keys, streams) if len(self._keys) == 1 else {}
+        return {name: self._seats.reserve(name, streams.get(name, 0)) for name, keys in self._keys.items() if keys}
 
     def set_condition(self, stream: int, name: str, version: int, tensor: Tensor) -> None:
         """Keep a new version; older ones stay until the chunks that were admitted with them have passed."""
@@ -143,11 +207,14 @@ class Residents:
 
     def slots(self, stream: int, segment: Segment, model: Model) -> tuple[int, ...]:
         """Return the state slot of every visit of a segment, 0 where it keeps none; nothing for a stream without state."""
-        slots = self._streams[stream].slots
-        if not slots:
+        return self.slots_of(self._streams[stream].seat[1], segment, model)
+
+    def slots_of(self, seat: Seat, segment: Segment, model: Model) -> tuple[int, ...]:
+        """Return the same for whoever takes a seat."""
+        if not seat:
             return ()
         keys = [self._key_of(v) for v in model.route.on(segment)]
-        return tuple(0 if key is None else slots[key] for key in keys)
+        return tuple(0 if key is None else seat[key] for key in keys)
 
     def conditions(self, stream: int, versions: Mapping[str, int]) -> dict[str, tuple[int, Tensor]]:
         kept = self._streams[stream].conditions
