@@ -228,6 +228,7 @@ namespace device {
 
 inline int thread_id() { return host::grid->now->thread; }
 inline int thread_id_anew() { return thread_id(); }
+inline uint32_t hidden_zero() { return 0; }
 inline int block_id() { return host::grid->now->cta; }
 inline long long ticks() { return (long long)(host::grid->passes); }
 inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
@@ -267,6 +268,19 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
             for (int r = 0; r < 4; ++r) std::memcpy(&w.out[l][r], &sum[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2], 4);
     });
     std::memcpy(c, out, 16);
+}
+
+struct Rows {
+    uint4 upper, lower;
+
+    Rows() {}
+    Rows(const uint4& u, const uint4& l, uint32_t) : upper(u), lower(l) {}
+};
+inline void multiply_first(float (&c)[4], const Rows& a, const uint4& b) {
+    multiply(c, a.upper.x, a.lower.x, a.upper.y, a.lower.y, b.x, b.y);
+}
+inline void multiply_second(float (&c)[4], const Rows& a, const uint4& b) {
+    multiply(c, a.upper.z, a.lower.z, a.upper.w, a.lower.w, b.z, b.w);
 }
 
 inline void load_transposed(uint32_t (&r)[4], const void* row) {

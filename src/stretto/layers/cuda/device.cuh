@@ -20,6 +20,8 @@ ON_DEVICE int thread_id_anew() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
     return id;
 }
+// Zero, but the compiler cannot know.
+ON_DEVICE uint32_t hidden_zero() { return uint32_t(thread_id_anew()) >> 16; }
 ON_DEVICE int block_id() { return int(blockIdx.x); }
 ON_DEVICE long long ticks() { return clock64(); }
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -56,6 +58,20 @@ ON_DEVICE void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, ui
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// The same with A as lanes read it: eight adjacent columns of a row of the upper half and of one of the lower, two products.
+struct Rows {
+    uint32_t at[8];
+
+    ON_DEVICE Rows() {}
+    // The matrix unit wants both rows in turn, in neighbouring registers. Without `zero` they would be moved there for every
+    // product anew.
+    ON_DEVICE Rows(const uint4& upper, const uint4& lower, uint32_t zero)
+        : at{upper.x ^ zero, lower.x ^ zero, upper.y ^ zero, lower.y ^ zero,
+             upper.z ^ zero, lower.z ^ zero, upper.w ^ zero, lower.w ^ zero} {}
+};
+ON_DEVICE void multiply_first(float (&c)[4], const Rows& a, const uint4& b) { multiply(c, a.at[0], a.at[1], a.at[2], a.at[3], b.x, b.y); }
+ON_DEVICE void multiply_second(float (&c)[4], const Rows& a, const uint4& b) { multiply(c, a.at[4], a.at[5], a.at[6], a.at[7], b.z, b.w); }
 
 // Four 8 x 8 matrices, transposed; lane l gives the address of row l % 8 of matrix l / 8.
 ON_DEVICE void load_transposed(uint32_t (&r)[4], const void* row) {

@@ -53,16 +53,21 @@ template <int EACH, int ROW_STEP, int TILES_A_STAGE, int STEP, class Meanwhile>
 ON_DEVICE void product(
     const Who& who, Ring& ring, float* sums, const bf16* x, int x_step, int rows, int stages, Meanwhile meanwhile) {
     constexpr int BLOCKS = EACH / 32;
-    uint4 in[BLOCKS][2][2];
-    const bf16* x_at = x + who.group * EACH + who.t * 8;
+    uint4 raw[BLOCKS][4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+        const int row = who.half * 32 + m * 8 + who.g;
+        const bf16* at = x + row * x_step + who.group * EACH + who.t * 8;
+#pragma unroll
+        for (int s = 0; s < BLOCKS; ++s) raw[s][m] = row < rows ? device::load_fresh(at + s * 32) : uint4{0, 0, 0, 0};
+    }
+    meanwhile();
+    device::Rows in[BLOCKS][2];
+    const uint32_t zero = device::hidden_zero();
 #pragma unroll
     for (int s = 0; s < BLOCKS; ++s)
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int row = who.half * 32 + m * 8 + who.g;
-            in[s][m / 2][m % 2] = row < rows ? device::load_fresh(x_at + int64_t(row) * x_step + s * 32) : uint4{0, 0, 0, 0};
-        }
-    meanwhile();
+        for (int m = 0; m < 2; ++m) in[s][m] = device::Rows(raw[s][2 * m], raw[s][2 * m + 1], zero);
     for (int stage = 0; stage < stages; ++stage) {
         const char* w = ring.await() + who.g * ROW_STEP + (who.group * EACH + who.t * 8) * 2;
 #pragma unroll
@@ -73,9 +78,8 @@ ON_DEVICE void product(
                 const uint4 b = *reinterpret_cast<const uint4*>(w + tile * 8 * ROW_STEP + s * 64);
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
-                    const uint4 &top = in[s][m][0], &low = in[s][m][1];
-                    device::multiply(even[m], top.x, low.x, top.y, low.y, b.x, b.y);
-                    device::multiply(odd[m], top.z, low.z, top.w, low.w, b.z, b.w);
+                    device::multiply_first(even[m], in[s][m], b);
+                    device::multiply_second(odd[m], in[s][m], b);
                 }
             }
             const int column = (stage * TILES_A_STAGE + tile) * 8 + who.t * 2;
@@ -162,13 +166,17 @@ ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, cons
 }
 
 ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scores, const Span& span) {
-    uint4 in[2][2];
+    uint4 raw[2][2];
+#pragma unroll
     for (int m = 0; m < 2; ++m) {
         const int query = span.block * QUERIES + who.half * 16 + m * 8 + who.g;
         const bf16* q = a.fresh + int64_t(query / HEADS) * QKV + query % HEADS * HEAD + who.group * (HEAD / GROUPS) + who.t * 8;
+#pragma unroll
         for (int s = 0; s < 2; ++s)
-            in[s][m] = query < a.tokens * HEADS ? device::load_fresh(q + s * 32) : uint4{0, 0, 0, 0};
+            raw[s][m] = query < a.tokens * HEADS ? device::load_fresh(q + s * 32) : uint4{0, 0, 0, 0};
     }
+    const uint32_t zero = device::hidden_zero();
+    const device::Rows in[2] = {{raw[0][0], raw[0][1], zero}, {raw[1][0], raw[1][1], zero}};
     for (int stage = 0; stage < SPAN_KEYS / 32; ++stage) {
         const char* k = ring.await() + who.g * ROW_512 + (who.group * (HEAD / GROUPS) + who.t * 8) * 2;
 #pragma unroll
@@ -177,8 +185,8 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
                 const uint4 b = *reinterpret_cast<const uint4*>(k + tile * 8 * ROW_512 + s * 64);
-                device::multiply(c, in[s][0].x, in[s][1].x, in[s][0].y, in[s][1].y, b.x, b.y);
-                device::multiply(c, in[s][0].z, in[s][1].z, in[s][0].w, in[s][1].w, b.z, b.w);
+                device::multiply_first(c, in[s], b);
+                device::multiply_second(c, in[s], b);
             }
             float* at = scores + (who.group * QUERIES + who.half * 16 + who.g) * SCORE_STEP + stage * 32 + tile * 8 + who.t * 2;
             *reinterpret_cast<float2*>(at) = float2{c[0], c[1]};
