@@ -15,12 +15,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+from stretto.layers.cuda.expert import Keys, Weights
 from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import prefix_attention
-from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
+from stretto.layers.kernels.expert_layers import Shape, expert_layers
+from stretto.layers.kernels.gated_linear import counters_needed
 from stretto.layers.kernels.linear_activation import dense, linear_geglu
-from stretto.layers.kernels.norm_linear import fits_few_rows, norm_geglu, norm_qkv
+from stretto.layers.kernels.norm_linear import fits_few_rows, norm_qkv
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.stream import Stream
 from stretto.layers.linear import FusedLinear
@@ -128,18 +130,13 @@ class Expert(nn.Module):
 
         The result's scaled rows are in fp32, for what comes after the last norm.
         """
-        blocks, eps = self._layers(), norms.eps
-        for i, block in enumerate(blocks):
-            first, second, third = norms.lines(2 * i), norms.lines(2 * i + 1), norms.lines(2 * i + 2)
-            read, heads = (stream.scaled_BRD, stream.squares_MP), [block.heads, block.dims.kv_heads, block.dims.kv_heads]
-            qkv = norm_qkv(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=eps)
-            q, k, v = torch.split(qkv, heads, dim=2)
-            y = self._attend(i, prefix, q, k, v)
-            stream = gated_linear(y, block.out.weight, stream.residual_BTD, first, second, self.dtype, counters)
-            y = norm_geglu(stream.scaled_BRD, stream.squares_MP, block.gate_up.weight, second, eps)
-            dtype = torch.float32 if i == len(blocks) - 1 else self.dtype
-            stream = gated_linear(y, block.down.weight, stream.residual_BTD, second, third, dtype, counters)
-        return stream
+        blocks = self._layers()
+        weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in blocks]
+        lines = [norms.lines(i) for i in range(2 * len(blocks) + 1)]
+        kept = prefix.k_SNPKd, prefix.v_SNPKd, prefix.slots_B
+        keys = Keys(*kept, prefix.mask_BP, prefix.length_B, prefix.suffix_start_B)
+        shape = Shape(**blocks[0].rotary, eps=norms.eps, lead=self.lead)
+        return expert_layers(stream, weights, lines, keys, shape, counters)
 
     def streams(self, x_BSA: Tensor) -> bool:
         """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""

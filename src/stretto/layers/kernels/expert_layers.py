@@ -1,0 +1,155 @@
+"""All layers over few suffix tokens that also read a prefix's keys and values: in one launch, or in five each.
+
+One launch is a kernel in CUDA C++ (layers.cuda) for the sizes of pi0.5's expert on sm_90, compiled when it is first asked
+for. Where it does not run the layers are five Triton kernels each.
+
+Shape legend: as in stream.py; L layers, P prefix tokens, K key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from stretto.layers.cuda.expert import ExpertKernel, Keys, Weights, expert_kernel
+from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
+from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
+from stretto.layers.kernels.stream import Stream, open_stream
+from stretto.layers.tuning import Config, Key, Tunable, choices, tuned
+
+OP = "expert_layers"
+RULE = "separate"
+"""What runs at a shape that no table knows."""
+
+
+class Shape(NamedTuple):
+    """What the tensors do not say."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+    eps: float
+    lead: int = 0
+    """Leading suffix tokens that do not see those behind them."""
+
+
+class _Sizes(TypedDict):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def expert_layers(
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape, counters: Tensor
+) -> Stream:
+    """Return the stream behind the last layer; its scaled rows are in fp32, for what comes after the last norm.
+
+    Args:
+        norms: the 2 L + 1 norms in the order in which layers meet them; tables lie evenly in memory.
+        counters: as `gated_linear` takes them.
+    """
+    kernel, _ = one_launch(stream, weights, norms, keys, shape)
+    asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
+    asked.add("separate" if kernel is None else "cuda")
+    if kernel is None:
+        return separate_layers(stream, weights, norms, keys, shape, counters)
+    return kernel.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
+
+
+def one_launch(
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape
+) -> tuple[ExpertKernel | None, str]:
+    """Return the kernel that would run a call, or None; and where it is, or why it would not."""
+    device = stream.residual_BTD.device
+    if device.type != "cuda":
+        return None, f"it does not run on {device.type}"
+    choice = tuned(OP, key_of(stream, weights, keys, shape), stream.scaled_BRD.dtype, device)
+    if (RULE if choice is None else choice["impl"]) != "cuda":
+        return None, "separate kernels are chosen"
+    if (shape.kv_heads, shape.lead) != (1, 0):
+        return None, "it has one key/value head and no leading tokens"
+    kernel, said = expert_kernel(torch.cuda.current_device() if device.index is None else device.index)
+    if kernel is not None and not kernel.takes(weights, stream, norms[0], keys):
+        return None, "it was made for other sizes"
+    return kernel, said
+
+
+def key_of(stream: Stream, weights: Sequence[Weights], keys: Keys, shape: Shape) -> Key:
+    batch, tokens, width = stream.residual_BTD.shape
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return (batch, tokens, len(weights), width, weights[0].down.shape[1], *heads, keys.mask_BP.shape[1])
+
+
+def separate_layers(
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape, counters: Tensor
+) -> Stream:
+    """Run layers as five kernels each: norms are folded into the products behind them, sums into those before."""
+    dtype, (heads, kv_heads, head_dim, theta, eps, lead) = stream.scaled_BRD.dtype, shape
+    for i, w in enumerate(weights):
+        first, second, third = norms[2 * i : 2 * i + 3]
+        sizes: _Sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        qkv = norm_qkv(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.starts_B, **sizes, theta=theta, eps=eps)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
+        y = prefix_attention(
+            q,
+            keys.k_SNPKd[:, i],
+            keys.v_SNPKd[:, i],
+            keys.slots_B,
+            key_mask_BP=keys.mask_BP,
+            length_B=keys.length_B,
+            k_suffix_BTKd=k,
+            v_suffix_BTKd=v,
+            suffix_lead=lead,
+        ).flatten(2)
+        stream = gated_linear(y, w.out, stream.residual_BTD, first, second, dtype, counters)
+        y = norm_geglu(stream.scaled_BRD, stream.squares_MP, w.gate_up, second, eps)
+        last = i == len(weights) - 1
+        stream = gated_linear(y, w.down, stream.residual_BTD, second, third, torch.float32 if last else dtype, counters)
+    return stream
+
+
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    batch, tokens, depth, width, mlp, heads, kv_heads, head_dim, prefix = key
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device) * std
+
+    def number(n: int) -> Tensor:
+        return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+    shapes = [((heads + 2 * kv_heads) * head_dim, width), (width, heads * head_dim), (2 * mlp, width), (width, mlp)]
+    weights = [Weights(*(normal(*s, std=s[1] ** -0.5) for s in shapes)) for _ in range(depth)]
+    table = torch.randn(11, 2 * depth + 1, 3 * width, device=device) * 0.1
+    lines = torch.randint(11, (batch,), device=device)
+    norms = [Modulation(table[:, i], lines) for i in range(2 * depth + 1)]
+    kept = [normal(batch, depth, prefix, kv_heads, head_dim) for _ in range(2)]
+    slots, mask = torch.randperm(batch, device=device), torch.rand(batch, prefix, device=device) < 0.9
+    keys = Keys(kept[0], kept[1], slots, mask, number(prefix), number(prefix))
+    stream = open_stream.reference(torch.randn(batch, tokens, width, device=device), norms[0], dtype)
+    counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=device)
+    return stream, weights, norms, keys, Shape(heads, kv_heads, head_dim, 1e4, 1e-6), counters
+
+
+def _run(choice: Config | None, *given: Any) -> Stream:
+    stream, weights, norms, keys, shape, _ = given
+    if choice is None:
+        return expert_layers(*given)
+    if choice["impl"] == "separate":
+        return separate_layers(*given)
+    kernel, said = expert_kernel(stream.residual_BTD.device.index or 0)
+    if kernel is None:
+        raise RuntimeError(said)
+    return kernel.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
+
+
+def _candidates(key: Key) -> list[Config]:
+    return [{"impl": "cuda"}, {"impl": "separate"}] if key[0] == 1 else [{"impl": "separate"}]
+
+
+TUNABLES = (Tunable(OP, {"impl": ("cuda", "separate")}, _candidates, _inputs, _run),)
