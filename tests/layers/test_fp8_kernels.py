@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,16 +28,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 kernel_test = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
 SHAPES = [(2, 3, 33), (1, 5, 64)]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-def test_every_fp8_kernel_agrees_with_its_reference_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "13 passed, 1 skipped" in run.stdout, run.stdout  # a run that skips them all proves nothing
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

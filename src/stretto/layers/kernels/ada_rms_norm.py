@@ -84,10 +84,10 @@ def gated_add_ada_rms_norm_reference(
 
 
 @jit
-def _line(
+def line_of(
     table: tl.tensor, stride: tl.tensor, rows: tl.tensor, tokens: tl.tensor, INDEXED: tl.constexpr, PER_TOKEN: tl.constexpr
 ) -> tl.tensor:
-    """Return the address of the modulation line of this program's token."""
+    """Return the address of the line of a table that this program's token uses."""
     at = tl.program_id(0)
     if not PER_TOKEN:
         at = at // tokens
@@ -130,13 +130,13 @@ def _ada_rms_norm_kernel(
     if ADD:
         added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            line = _line(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
+            line = line_of(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
             added *= tl.load(line + 2 * width + column, mask=inside, other=0.0).to(tl.float32)
         value += added
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
-    line = _line(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
+    line = line_of(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
     scale = tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * (1.0 + scale)
     if SHIFTED:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.ada_rms_norm import Addressing, Modulation, ada_rms_norm_reference
+from stretto.layers.kernels.ada_rms_norm import Addressing, Modulation, ada_rms_norm_reference, line_of
 from stretto.layers.kernels.fp8_activation import E4M3, on_fp8_chip, store_fp8, to_fp8_reference
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.layer_norm import layer_norm_reference
@@ -51,20 +51,6 @@ def ada_rms_norm_fp8_reference(
 
 
 @jit
-def _line(
-    table: tl.tensor, stride: tl.tensor, rows: tl.tensor, tokens: tl.tensor, INDEXED: tl.constexpr, PER_TOKEN: tl.constexpr
-) -> tl.tensor:
-    """Return the address of the line that this program's token uses."""
-    at = tl.program_id(0)
-    if not PER_TOKEN:
-        at = at // tokens
-    line = at.to(tl.int64)
-    if INDEXED:
-        line = tl.load(rows + at).to(tl.int64)
-    return table + line * stride
-
-
-@jit
 def _kernel(
     residual: tl.tensor,
     y: tl.tensor,
@@ -101,7 +87,7 @@ def _kernel(
     if ADD:
         added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            line = _line(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
+            line = line_of(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
             added *= tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
         stored = (value + added).to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
@@ -109,13 +95,13 @@ def _kernel(
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
     factor = tl.load(
-        _line(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN) + column, mask=inside, other=0.0
+        line_of(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN) + column, mask=inside, other=0.0
     ).to(tl.float32)
     if UNIT_OFFSET:
         factor += 1.0
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor
     if SHIFTED:
-        line = _line(shift_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
+        line = line_of(shift_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
         normed += tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
     store_fp8(out + at, normed, multiplier, inside)
 
