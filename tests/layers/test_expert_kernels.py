@@ -72,9 +72,9 @@ def test_a_stream_opens_as_the_norm_it_stands_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("b", "t"), [(3, 5), (2, 70)])
-def test_a_stream_is_entered_and_left_through_small_projections(kind: str, b: int, t: int) -> None:
-    width, channels = 256, 11
+@pytest.mark.parametrize(("b", "t", "width"), [(3, 5, 256), (2, 70, 64)])
+def test_a_stream_is_entered_and_left_through_small_projections(kind: str, b: int, t: int, width: int) -> None:
+    channels = 11
     x, weight, bias = normal(0, b, t, channels), normal(1, width, channels), normal(2, width)
     norm = modulation(kind, 3, b, t, width)
     got = enter_stream.kernel(x, weight, bias, norm, torch.float32)
@@ -139,7 +139,7 @@ def test_gated_linear_gives_the_same_bits_twice_and_leaves_its_counters_at_zero(
     same_stream(first, gated_linear.reference(*args, torch.float32))
 
 
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [0, 64, 65, 130])
 @pytest.mark.parametrize(
     "cut",
     [Tiling(64, 64, 1, 4, 2, 1), Tiling(64, 64, 5, 4, 2, 1), Tiling(64, 64, 1, 4, 1, 0, 1), Tiling(16, 32, 1, 4, 1, 0, 1)],
