@@ -31,6 +31,10 @@ from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
 
 CROWD = "portfolio"
+SHOWN = (
+    "model", "chunk_frames", "window_frames", "decoder", "plan", "output_interval_ms", "response_latency_ms", "mode",
+    "idle_share", "graphs", "captured_while_measured", "eager_chunks", "predicted", "skipped", "error", "not_run",
+)  # fmt: skip
 
 Shape = tuple[int, str, str, int]
 """(window frames, decoder, model, chunk frames): one model to build, some plans to run."""
@@ -38,13 +42,14 @@ Shape = tuple[int, str, str, int]
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
     """List the shapes, what matters most first."""
-    return list(itertools.product(args.windows, args.decoders, args.models, args.chunk_frames))
+    found = itertools.product(args.windows, args.decoders, args.chunk_frames, args.models)
+    return [(window, decoder, model, frames) for window, decoder, frames, model in found]
 
 
 def plans_of(args: argparse.Namespace, devices: tuple[str, ...], decoder: str) -> tuple[str, ...]:
     """Return the plans of a shape; with a decoder, those that bracket what it changes."""
     known = (*fitting(devices), CROWD)
-    wanted = args.plans or (known if decoder == "none" else ("batched", "by_step", "by_block_batched", CROWD))
+    wanted = args.plans or (known if decoder == "none" else ("whole", "batched", "by_step", "by_block_batched", CROWD))
     return tuple(name for name in wanted if name in known)
 
 
@@ -52,7 +57,8 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
     """Yield the rows of a shape; a row that cannot be run says so."""
     window, decoder, model, frames = shape
     names = list(plans_of(args, devices, decoder))
-    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds)
+    sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
+    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds, sustained_s=sustained_s)
     heading = {"model": model, "chunk_frames": frames, "window_frames": window, "decoder": decoder}
     try:
         blocks = 8 if model == TINY else None
@@ -67,7 +73,7 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
     while names and time.monotonic() < until:
         name = names.pop(0)
         for row in (crowded(bench, heading),) if name == CROWD else bench.rows((name,)):
-            yield row | {"profile": profiled}
+            yield row | {"profile": profiled | {"slow": bench.slow}}
     for name in names:
         yield heading | {"plan": name, "not_run": "out of time"}
 
@@ -105,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--seconds", type=float, default=3.0, help="measured span of each row")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -131,8 +138,7 @@ def main() -> None:
                 profiles.append(profile)
             result["rows"].append(row)
             result["summary"] = summary(result["rows"])
-            shown = ("model", "chunk_frames", "window_frames", "decoder", "plan", "output_interval_ms", "response_latency_ms")
-            brief = {k: row[k] for k in (*shown, "mode", "idle_share", "predicted", "skipped", "error", "not_run") if k in row}
+            brief = {k: row[k] for k in SHOWN if k in row}
             print(json.dumps(brief), flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)

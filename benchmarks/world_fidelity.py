@@ -2,10 +2,11 @@
 
     python benchmarks/world_fidelity.py --budget 150 --out benchmarks/results/world_fidelity_1x_h200.json
 
-Every model is profiled first, on the device and in the mode of the run. Then scripts of one to four streams, some of which
-arrive late or are cancelled on their way, run on the engine and in the simulator: the same plan, the same dispatch
-functions. A script runs once in short to capture its graphs, and then to be measured. Rows have the output interval of every
-stream in every span between arrivals and cancels. The result is written after each case; `--small` tries it on the CPU.
+Every model is profiled first, on the devices and in the mode of the run, under load. Then scripts of one to four streams,
+some of which arrive late or are cancelled on their way, run on the engine and in the simulator: the same plan, the same
+dispatch functions. All graphs are captured first, and a script runs once in short before it is measured, so that devices are
+under load. Rows have the output interval of every stream in every span between arrivals and cancels. The result is written
+after each case; `--small` tries it on the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from stretto.sched.verify import Trial
 STREAMS = 4
 LEAST_S = 1.5
 """Length of a span, at least."""
-SHOWN = ("model", "case", "worst_error", "graphs", "eager_chunks", "took_s", "skipped", "not_run", "error", "failed")
+SHOWN = (
+    "model", "case", "worst_error", "idle_share", "graphs", "captured_while_measured", "eager_chunks", "took_s",
+    "skipped", "not_run", "error", "failed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,31 @@ class Case:
     classes: Sequence[str]
     changes: bool = False
 
+    interval_s: float = 0.0
+    """What every stream is promised and asked for; 0: they run flat out."""
+
     def script(self, profile: Profile, weather: Weather, chunks: int) -> Script:
         """Make a script in which every stream of every span makes about `chunks` chunks."""
-        steady = simulated(profile, self.plan, self._flat_out(600.0 * profile.work_s), weather)
-        pace_s = max(t.interval_s((200.0 * profile.work_s, 600.0 * profile.work_s)) for t in steady)
-        settle_s = 1.5 * max(self.plan.credit(c) for c in self.classes) * pace_s
+        pace_s = self.interval_s or self._pace_s(profile, weather)
+        # What an arrival or a cancel stirs up is through after the chunks that were under way.
+        settle_s = (2.0 if self.interval_s else 1.2 * max(self.plan.credit(c) for c in self.classes)) * pace_s
         part_s = settle_s + max(chunks * pace_s, LEAST_S * (1.0 if profile.work_s > 0.05 else 0.2))
         if not self.changes:
-            return replace(self._flat_out(part_s), spans=((settle_s, part_s),))
-        entries = list(self._flat_out(3.0 * part_s).entries)
+            return replace(self._plain(part_s), spans=((settle_s, part_s),))
+        entries = list(self._plain(3.0 * part_s).entries)
         entries[1] = replace(entries[1], start_s=part_s)
         entries[-1] = replace(entries[-1], stop_s=2.0 * part_s)
         return Script(entries, 3.0 * part_s, [(settle_s + i * part_s, (i + 1) * part_s) for i in range(3)])
 
-    def _flat_out(self, seconds: float) -> Script:
+    def _pace_s(self, profile: Profile, weather: Weather) -> float:
+        span = (200.0 * profile.work_s, 600.0 * profile.work_s)
+        return max(t.interval_s(span) for t in simulated(profile, self.plan, self._plain(span[1]), weather))
+
+    def _plain(self, seconds: float) -> Script:
         # Streams that begin at the very same time would leave their first batches to chance.
-        return Script([Entry(name, start_s=0.011 * i) for i, name in enumerate(self.classes)], seconds, ((0.0, seconds),))
+        apart_s = self.interval_s / len(self.classes) or 0.011
+        entries = [Entry(c, start_s=apart_s * i, interval_s=self.interval_s) for i, c in enumerate(self.classes)]
+        return Script(entries, seconds, ((0.0, seconds),))
 
 
 def tuned(plan: Plan, flying: int, cap: int | None = None) -> Plan:
@@ -78,27 +91,31 @@ def tuned(plan: Plan, flying: int, cap: int | None = None) -> Plan:
 
 
 def cases(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterator[Case]:
-    """Yield the cases for these devices, what matters most first."""
+    """Yield the cases for these devices, what matters most first.
+
+    Where the profile says that batches gain nothing, every plan but those named so takes one row a launch.
+    """
     make = partial(plan_of, profile=profile, devices=devices, mode=bench.case.mode)
-    batched, alone = make("batched"), ["default"]
+    alone = ["default"]
     if len(devices) == 1:
-        yield Case("batched over steps, 1 stream", batched, alone)
-        yield Case("batched, 3 streams, one arrives, one is cancelled", tuned(batched, 2), alone * 3, changes=True)
-        yield Case("whole, 1 stream", tuned(make("serial"), 2), alone)
-        yield Case("batched, 2 streams", tuned(batched, 3), alone * 2)
-        yield Case("batched, 4 streams", tuned(batched, 2), alone * 4)
+        whole = make("whole")
+        yield Case("whole, 1 stream", whole, alone)
+        yield Case("whole, 3 streams, one arrives, one is cancelled", tuned(whole, 2), alone * 3, changes=True)
+        yield Case("whole, 2 streams", tuned(whole, 2), alone * 2)
         yield from placed(profile, devices, bench)
+        yield Case("batched over steps, 1 stream", make("batched"), alone)
+        yield Case("whole, 4 streams", tuned(whole, 2), alone * 4)
         return
-    ring = make("by_block_batched")
+    ring = make("by_block")
+    yield Case("by_block, 1 stream", ring, alone)
     yield Case("by_step, 1 stream", make("by_step"), alone)
-    yield Case("by_block_batched, 1 stream", ring, alone)
-    yield Case("by_step, 3 streams, one arrives, one is cancelled", tuned(make("by_step"), 2), alone * 3, changes=True)
+    yield Case("by_block, 3 streams, one arrives, one is cancelled", tuned(ring, 2), alone * 3, changes=True)
     yield from placed(profile, devices, bench)
-    yield Case("by_block_batched, 2 streams", tuned(ring, 4), alone * 2)
-    yield other_cuts(profile, devices, bench)
-    yield Case("by_block_batched, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
-    yield Case("by_block, 1 stream", make("by_block"), alone)
+    yield Case("by_step, 2 streams", tuned(make("by_step"), 2), alone * 2)
     yield Case("by_stage, 1 stream", make("by_stage"), alone)
+    yield Case("by_block, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
+    yield other_cuts(profile, devices, bench)
+    yield Case("by_block_batched, 1 stream", make("by_block_batched"), alone)
 
 
 def placed(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterator[Case]:
@@ -113,7 +130,8 @@ def placed(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Itera
         return
     (plan,) = found.verified.plans.values()
     plan = exact(replace(plan, mode=bench.case.mode, credits={name: min(4, plan.credit(name)) for name in plan.classes}))
-    yield Case(f"portfolio, {len(found.placed)} of {count} streams", plan, list(plan.classes), changes=len(found.placed) > 2)
+    name = f"portfolio, {len(found.placed)} of {count} streams at their promise"
+    yield Case(name, plan, list(plan.classes), len(found.placed) > 2, spec.interval_s)
 
 
 def other_cuts(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Case:
@@ -137,6 +155,7 @@ def memory_of(device: str) -> int:
 def row_of(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], float]) -> dict[str, Any]:
     """Run one case; a case that cannot be run says why."""
     config, plan = bench.config, case.plan
+    bench.case = replace(bench.case, streams=len(case.classes))  # an engine that holds no more has fewer graphs to capture
     row: dict[str, Any] = {
         "model": config.name,
         "chunk_frames": config.frames_per_chunk,
@@ -145,11 +164,12 @@ def row_of(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], floa
         "dispatch": plan.dispatch,
         "devices": len(plan.devices),
         "streams": len(case.classes),
+        "promised_interval_ms": round(case.interval_s * 1e3, 3) or None,
         "ahead": plan.ahead,
         "batch_caps": dict(plan.batch_caps),
         "credits": {name: plan.credit(name) for name in plan.classes},
     }
-    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
+    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan), slow=bench.slow)
     script = case.script(bench.profile, weather, chunks)
     row["seconds"] = round(script.seconds, 2)
     short = bench.short_of_memory(plan)
@@ -191,7 +211,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
-    parser.add_argument("--chunks", type=int, default=8, help="chunks of a stream in a span")
+    parser.add_argument("--chunks", type=int, default=6, help="chunks of a stream in a span")
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 4], help="batch sizes to profile")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
     parser.add_argument("--out", type=Path)
@@ -213,9 +235,12 @@ def main() -> None:
         config = config_of(
             model, frames_per_chunk=args.chunk_frames, window_frames=window, decoder="none", dtype=dtype, **changes
         )
-        case = WorldCase(devices, mode, args.workers, STREAMS, profile_n=12, batches=(1, 2, 3, 4))
+        sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
+        case = WorldCase(
+            devices, mode, args.workers, STREAMS, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s
+        )
         bench = WorldBench(config, case)
-        result["profiles"].append(json.loads(bench.profile.to_json()))
+        result["profiles"].append(json.loads(bench.profile.to_json()) | {"slow": bench.slow})
         print(f"# {model}: profiled after {time.monotonic() - began_s:.1f} s", flush=True)
         for some in cases(bench.profile, devices, bench):
             if args.only not in some.name:

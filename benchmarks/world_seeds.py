@@ -2,11 +2,11 @@
 
     python benchmarks/world_seeds.py --budget 120 --out benchmarks/results/world_seeds_2x_h200.json
 
-Seeds: one stream in a fixed order of one stage in one slot, then in batched time slices at growing depth: the plans of
-`stretto plan`, with its costs measured here first. Convoys: four streams over a ring of two GPUs with the batch cap on and off,
-with batches launched ahead and without. Joint: streams of 14B over both GPUs at a promised interval, with greedy batches and
-with the planner's caps and order. What the simulator expects stands beside every figure. The result is written after each
-row; `--small` tries it on CPU devices.
+Seeds: one stream in a fixed order of one stage in one slot, then with more chunks in flight and one row a launch, then in
+batched time slices: the plans of `stretto plan`, with its costs measured here first. Convoys: four streams over a ring of two
+GPUs with greedy batches and with as many rows as pay, launched ahead and chosen when the device is free. Joint: streams of
+14B over both GPUs at a promised interval, with greedy batches and with the planner's caps and order. What the simulator
+expects stands beside every figure. The result is written after each row; `--small` tries it on CPU devices.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
 from stretto.deploy.world_trial import NOISE, Entry, Script, figures, needed_s, run
 from stretto.deploy.worlds import TINY, config_of
+from stretto.sched.batching import worthwhile_cap
 from stretto.sched.cluster import ModelView, Placed, StreamSpec
 from stretto.sched.equal import equal_ranks
 from stretto.sched.plans import by_block
@@ -35,7 +36,7 @@ from stretto.sched.report import single_plans
 from stretto.sched.verify import to_plans
 
 PARTS = ("seed-1gpu", "seed-2gpu", "convoy", "joint")
-RING_STREAMS, RING_FLYING, RING_QUANTUM = 4, 2, 5
+RING_STREAMS, RING_FLYING, RING_QUANTUM = 4, 1, 5
 Left = Callable[[], float]
 
 
@@ -58,28 +59,37 @@ class Trial:
 
 
 def settled(profile: Profile, name: str, plan: Plan, streams: int, seconds: float) -> Trial:
-    """Make a trial of equal streams that run flat out, looked at for so long once what was queued at first is through."""
-    return Trial(
-        name, plan, ["default"] * streams, settle := 1.3 * profile.work_s * plan.in_flight * streams / 2, settle + seconds
-    )
+    """Make a trial of equal streams that run flat out, looked at once what was queued at first is through.
+
+    It is looked at for so long, or for as long as all that is under way takes four times: it may come out in bursts.
+    """
+    round_s = profile.work_s * plan.in_flight * streams / len(plan.devices)
+    return Trial(name, plan, ["default"] * streams, 1.3 * round_s, 1.3 * round_s + max(seconds, 4.2 * round_s))
 
 
 def seed(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
-    fixed, *batched = single_plans(profile, [Device(d) for d in devices])
+    fixed, *_, deepest = single_plans(profile, [Device(d) for d in devices])
     yield settled(profile, "fixed order, one stage in one slot", fixed, 1, seconds)
-    for plan in (p for p in batched if p.in_flight > fixed.in_flight):
-        cap = plan.batch_cap(devices[0])
-        yield settled(profile, f"batched time slices, {plan.in_flight} chunks in flight, cap {cap}", plan, 1, seconds)
+    deeper = replace(fixed, in_flight=2 * fixed.in_flight)
+    yield settled(profile, f"one row a launch, {deeper.in_flight} chunks in flight", deeper, 1, seconds)
+    cap = deepest.batch_cap(devices[0])
+    name = f"batched time slices, {deepest.in_flight} chunks in flight, batches of up to {cap}"
+    yield settled(profile, name, deepest, 1, seconds)
 
 
 def convoy(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
-    ring = by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM).with_dispatch("earliest_deadline_first")
-    ring = replace(ring, in_flight=RING_FLYING)
-    for ahead in (0, 1):
-        for cap in (RING_STREAMS * RING_FLYING, 2):
-            how = "launched ahead" if ahead else "chosen when the device is free"
-            plan = replace(ring, ahead=ahead, batch_caps=dict.fromkeys(devices, cap))
-            yield settled(profile, f"batches of up to {cap}, {how}", plan, RING_STREAMS, seconds)
+    """Send chunks around a ring of devices, with greedy batches and with what pays."""
+    ring = replace(by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM), in_flight=RING_FLYING)
+    most, pays = RING_STREAMS * RING_FLYING, worthwhile_cap(profile, RING_STREAMS * RING_FLYING // len(devices))
+    for order, ahead, cap in (
+        ("sweep", 1, most),
+        ("sweep", 1, pays),
+        ("largest_batch_first", 0, most),
+        ("oldest_chunk_first", 0, pays),
+    ):
+        plan = replace(ring.with_dispatch(order), ahead=ahead, batch_caps=dict.fromkeys(devices, cap))
+        how = "launched ahead" if ahead else "chosen when the device is free"
+        yield settled(profile, f"{order}, batches of up to {cap}, {how}", plan, RING_STREAMS, seconds)
 
 
 def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Trial]:
@@ -94,13 +104,13 @@ def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Tr
     greedy: dict[str, Any] = {"greedy": True, "dispatch": "first_come_first_served"}
     for name, options, ahead in (
         ("greedy batches, chosen when the device is free", greedy, 0),
-        ("capped batches, virtual deadlines, chosen when the device is free", ours, 0),
         ("capped batches, virtual deadlines, launched ahead", ours, 1),
+        ("capped batches, virtual deadlines, chosen when the device is free", ours, 0),
         ("greedy batches, launched ahead", greedy, 1),
     ):
         (plan,) = to_plans(pool, {profile.model: profile}, placed, **options).values()
         plan = replace(plan, ahead=ahead, credits={n: min(4, c) for n, c in plan.credits.items()})
-        yield Trial(name, plan, list(plan.classes), 5 * interval_s, 16 * interval_s, interval_s)
+        yield Trial(name, plan, list(plan.classes), 4 * interval_s, 12 * interval_s, interval_s)
 
 
 def row_of(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, Any]:
@@ -145,18 +155,22 @@ def trials(part: str, bench: WorldBench, devices: Sequence[str], args: argparse.
         yield from seed(profile, devices, args.seconds)
 
 
-def bench_of(part: str, devices: Sequence[str], mode: Any, dtype: str, args: argparse.Namespace) -> WorldBench:
-    """Build and profile the model of a part."""
-    models = {"seed-1gpu": ("wan2.2-5b", 1, 21), "convoy": ("wan2.1-1.3b", 3, 21), "joint": ("wan2.1-14b", 1, 9)}
+def bench_of(
+    part: str, devices: Sequence[str], mode: Any, dtype: str, args: argparse.Namespace, last: WorldBench | None
+) -> WorldBench:
+    """Build and profile the model of a part, unless the last part had the same."""
+    models = {"seed-1gpu": ("wan2.2-5b", 1, 21), "joint": ("wan2.1-14b", 1, 9)}
     model, frames, window = models.get(part, ("wan2.1-1.3b", 1, 21))
     changes: dict[str, Any] = {}
     if args.small:
         model, window, changes = TINY, 6, {"blocks": 8, "width": 128, "heads": 2}
     streams = {"convoy": RING_STREAMS, "joint": args.streams}.get(part, 1)
     config = config_of(model, frames_per_chunk=frames, window_frames=window, decoder="none", dtype=dtype, **changes)
-    batches = (1, 2, 4) if part.startswith("seed") else (1, 2, 4, 8)
-    case = WorldCase(tuple(devices), mode, args.workers, streams, profile_n=10, batches=batches)
-    bench = WorldBench(config, case)
+    sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
+    case = WorldCase(tuple(devices), mode, args.workers, streams, profile_n=10, batches=(1, 4), sustained_s=sustained_s)
+    same = last is not None and last.config == config and last.case.devices == case.devices
+    bench = last if same and last is not None else WorldBench(config, case)
+    bench.case = case
     # Greedy means: whatever waits.
     bench.profile = replace(bench.profile, max_batch=4 if part.startswith("seed") else 16)
     return bench
@@ -168,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--seconds", type=float, default=3.0, help="what is looked at of each row that runs flat out")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--streams", type=int, default=4, help="streams of the joint placement")
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
@@ -194,6 +209,7 @@ def main() -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
+    bench: WorldBench | None = None
     for part in args.parts:
         needs = 1 if part == "seed-1gpu" else 2
         if len(names) < needs or left_s() < 15.0:
@@ -201,8 +217,11 @@ def main() -> None:
             continue
         try:
             devices = names[:needs]
-            bench = bench_of(part, devices, mode, dtype, args)
-            result["profiles"].append(json.loads(bench.profile.to_json()))
+            known, bench = bench, None
+            bench = bench_of(part, devices, mode, dtype, args, known)
+            if bench is not known:
+                result["profiles"].append(json.loads(bench.profile.to_json()) | {"slow": bench.slow})
+            known = None
             for trial in trials(part, bench, devices, args):
                 try:
                     keep(row_of(bench, part, trial, left_s))
@@ -210,7 +229,6 @@ def main() -> None:
                     keep({"part": part, "case": trial.name, "error": f"{type(error).__name__}: {error}"})
         except Exception as error:
             keep({"part": part, "error": f"{type(error).__name__}: {error}"})
-        bench = None  # its weights make room for the next
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_passes_are_runs_of_stages_that_are_visited_for_the_same_steps() -> None
 
 def test_prediction_for_one_device_is_the_work_and_batching_gains_what_the_profile_says() -> None:
     profile = world_profile()
-    serial, batched = (predicted(profile, plan_of(name, profile, ["cpu:0"], "eager"), 1) for name in ONE)
+    serial, batched = (predicted(profile, plan_of(name, profile, ["cpu:0"], "eager"), 1) for name in ("serial", "batched"))
     assert serial["output_interval_ms"] == pytest.approx(profile.work_s * 1e3, rel=1e-3)
     assert batched["output_interval_ms"] == pytest.approx(6 * 2.0 + 2 * 0.04, rel=0.02)
 

@@ -36,6 +36,8 @@ class Measured:
     """Of each stream, from the chunk that opens the span on."""
     warm_chunks: int
     captures: int
+    captures_before: int = 0
+    """Of these, before the span."""
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -100,13 +102,14 @@ def drive(
     first_chunk: int,
     in_flight: int,
     warm_chunks: int,
+    warm_s: float = 0.0,
     seconds: float,
     least: int = 4,
     timeout_s: float = 120.0,
 ) -> Measured:
     """Run streams with `in_flight` chunks each under way, and measure once they are steady.
 
-    Steady means: `warm_chunks` chunks of each are done and the last of them needed no new capture. The span then lasts
+    Steady means: `warm_chunks` chunks of each are done, for `warm_s`, and the last of them needed no new capture. The span then lasts
     `seconds`, or until `least` chunks of each stream where that is longer. Chunks are left under way.
 
     Raises:
@@ -124,14 +127,17 @@ def drive(
             runner.submit()
         return taken
 
-    warmed, captures = 0, -1
-    while warmed < warm_chunks or (captures != engine.captures and warmed < 4 * warm_chunks):
+    warmed, captures, warm_until = 0, -1, time.perf_counter() + warm_s
+    while (
+        warmed < warm_chunks or time.perf_counter() < warm_until or (captures != engine.captures and warmed < 4 * warm_chunks)
+    ):
         captures = engine.captures
         last = turn()
         warmed += 1
     rows = [[done] for done in last]
+    before = engine.captures
     until = time.perf_counter() + seconds
     while len(rows[0]) <= least or time.perf_counter() < until:
         for row, done in zip(rows, turn(), strict=True):
             row.append(done)
-    return Measured(rows, warmed, engine.captures)
+    return Measured(rows, warmed, engine.captures, before)

@@ -42,6 +42,8 @@ class ProfileOptions:
     mode: str = "auto"
     warmup: int = 3
     n: int = 30
+    sustained_s: float = 0.0
+    """Time numbered stages in launches in a row for so long; 0: one launch at a time."""
     changes: tuple[tuple[str, Any], ...] = ()
     """Fields of the model's configuration, such as `frames_per_chunk`."""
 
@@ -85,13 +87,14 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device) - own)
     passes = _with_blocks(passes_of(model.route.visits), blocks)
+    note = f"torch {torch.__version__}, {mode}" + (", sustained" if options.sustained_s else "")
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU.name
     return Profile(
         model.name,
         kind,
         passes,
         {name: _stage_profile(model, name, BatchCost(tuple(points))) for name, points in times.items()},
-        Provenance("measured", commit(), datetime.now(UTC).strftime("%Y-%m-%d"), note=f"torch {torch.__version__}, {mode}"),
+        Provenance("measured", commit(), datetime.now(UTC).strftime("%Y-%m-%d"), note=note),
         carry=_carry(model),
         memory_bytes=_memory_of(device),
         reserved_bytes=peak + _common_bytes(model),
@@ -115,9 +118,12 @@ def _stage_times(
     lengths = {b.axis: b.lengths[-1] for b in model.buckets}
 
     def time(stages: tuple[str, ...]) -> float:
+        sustained_s = options.sustained_s if stages[0].rpartition(".")[2].isdigit() else 0.0
         starts = [i for i in range(len(model.route)) if model.route.signature(Segment(i, i + len(stages))) == stages]
         segment = Segment(starts[0], starts[0] + len(stages))
-        return bench.segment(segment, lengths, warmup=options.warmup, n=max(4, options.n // batch), starts=starts).p50 / 1e3
+        n = max(4, options.n // batch)
+        times = bench.segment(segment, lengths, warmup=options.warmup, n=n, starts=starts, sustained_s=sustained_s)
+        return times.p50 / 1e3
 
     launch, seconds = 0.0, {}
     order = tuple(dict.fromkeys(v.stage for v in model.route.visits))

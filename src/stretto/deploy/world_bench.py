@@ -44,6 +44,8 @@ class WorldCase:
     seconds: float = 4.0
     """Length of the measured span of each case."""
     profile_n: int = 20
+    sustained_s: float = 0.0
+    """Profile blocks in launches in a row for so long, on every device; 0: one launch at a time, on the first alone."""
     batches: tuple[int, ...] = ()
     """Batch sizes to profile; none: one, and one for each denoise step."""
 
@@ -56,11 +58,22 @@ class WorldBench:
         self.world = RandomWorld(config)
         first = torch.device(case.devices[0] if case.devices[0].startswith("cuda") else "cpu")
         with torch.inference_mode():
-            options = ProfileOptions(config.name, batches=case.batches or (1, len(config.levels)), n=case.profile_n)
+            batches = case.batches or (1, len(config.levels))
+            options = ProfileOptions(config.name, batches=batches, n=case.profile_n, sustained_s=case.sustained_s)
             self.profile = profile_world(config, first, case.mode, options)
+            self.slow = self._slow(options) if case.sustained_s and first.type == "cuda" else {}
         free()
         self._model: AnywhereModel | None = None
         self._noise = np.random.default_rng(0).standard_normal((4, *config.latent_shape), dtype=np.float32)
+
+    def _slow(self, options: ProfileOptions) -> dict[str, float]:
+        """Return how the other devices compare with the first under load: times over its times, for one row."""
+        alone = replace(options, batches=(1,))
+        found = {}
+        for name in self.case.devices[1:]:
+            free()
+            found[name] = profile_world(self.config, torch.device(name), self.case.mode, alone).work_s
+        return {name: round(seconds / self.profile.work_s, 4) for name, seconds in found.items()}
 
     @cached_property
     def describes(self) -> AnywhereModel:
@@ -148,6 +161,7 @@ class WorldBench:
                 first_chunk=self.first_chunk,
                 in_flight=plan.in_flight,
                 warm_chunks=plan.in_flight + 2,
+                warm_s=0.5 * self.case.seconds,  # under load clocks fall
                 seconds=self.case.seconds,
             )
         finally:
@@ -202,7 +216,9 @@ class WorldBench:
             "response_latency_ms": round(latency.p50, 3),
             "response_latency_ms_p99": round(latency.p99, 3),
             # The engine admits by credits alone.
-            "predicted": predicted(self.profile, replace(plan, admission=()), self.case.streams),
+            "predicted": predicted(self.profile, replace(plan, admission=()), self.case.streams, self.slow),
+            "eager_chunks": sum(chunk.mode == "eager" for chunk in chunks),
+            "captured_while_measured": measured.captures - measured.captures_before,
             "chunks": len(chunks),
             "warm_chunks": measured.warm_chunks,
             "busy_ms": {d: round(ms, 3) for d, ms in busy.items()},

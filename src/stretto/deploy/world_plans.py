@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Mode, Placement, Plan
 from stretto.core.route import Segment
 from stretto.sched import plans
+from stretto.sched.batching import worthwhile_cap
 from stretto.sched.columns import Columns
 from stretto.sched.hardware import CPU
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-ONE = ("serial", "batched")
+ONE = ("serial", "whole", "batched")
 SEVERAL = ("by_step", "by_block", "by_block_batched", "by_stage", "circular")
 # Chunks admitted beyond those that compute, since a completion reaches the host late: one covers the way back, and a
 # batch needs another, because the next launch is put together before the last is seen to be done.
@@ -32,8 +34,9 @@ def fitting(devices: Sequence[str]) -> tuple[str, ...]:
 def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> Plan:
     """Make a plan by name.
 
-    `serial` and `batched` use the first device: one chunk at a time, or one chunk a denoise step with all of them in one
-    batch. The others use all devices; `by_block_batched` is `by_block` with the steps of different chunks in one batch.
+    `serial`, `whole` and `batched` use the first device: one chunk at a time; as many as batches pay for by the profile and
+    one more; or one chunk a denoise step with all of them in one batch. The others use all devices; `by_block_batched` is
+    `by_block` with the steps of different chunks in one batch.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -44,6 +47,10 @@ def plan_of(name: str, profile: Profile, devices: Sequence[str], mode: Mode) -> 
     if name == "serial":
         plan = plans.whole(profile, places[0], quantum=columns)
         plan = replace(plan, in_flight=1)
+    elif name == "whole":
+        cap = worthwhile_cap(profile, min(steps, profile.max_batch))
+        plan = plans.whole(profile, places[0], quantum=columns, batch_cap=cap)
+        plan = replace(plan, in_flight=cap + (_AHEAD if cap == 1 else _AHEAD_BATCHED))
     elif name == "batched":
         plan = plans.by_block(profile, places[:1], quantum=columns, batch_cap=steps)
         plan = replace(plan, in_flight=steps + _AHEAD_BATCHED)
@@ -81,9 +88,12 @@ def ahead_of(profile: Profile, plan: Plan) -> int:
     return 0 if profile.device == CPU.name else plan.ahead
 
 
-def predicted(profile: Profile, plan: Plan, streams: int) -> dict[str, float]:
-    """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
-    load, weather = Load(plan, profile), Weather(ahead=ahead_of(profile, plan))
+def predicted(profile: Profile, plan: Plan, streams: int, slow: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """Return what the simulator says of a plan: steady output interval and median response, in milliseconds.
+
+    `slow`: device -> its times over those of the profile.
+    """
+    load, weather = Load(plan, profile), Weather(ahead=ahead_of(profile, plan), slow=slow)
     chunks = max(240, 24 * plan.in_flight)
     runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
     outcome = Simulation({profile.model: load}, runs, weather=weather).run(2.0 * profile.work_s * chunks * streams)

@@ -8,7 +8,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-REHEARSAL_S, _REHEARSALS = 2.0, 4
+REHEARSAL_S, _REHEARSALS = 1.5, 4
 Span = tuple[float, float]
 NOISE = 0.01
 """Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
@@ -66,12 +66,24 @@ class Track:
     eager: int = 0
     """Chunks of which something ran eagerly where graphs were asked for."""
     failed: str = ""
-    busy_ms: dict[str, float] = field(default_factory=dict)
+    burst: int = 1
+    """Chunks that may come out together: those that are under way."""
+    busy_ms: list[Mapping[str, float]] = field(default_factory=list)
+    """Of each chunk, the time that it took of each device."""
 
     def interval_s(self, span: Span) -> float:
-        """Return the mean time between chunks within a span; NaN if there are fewer than four."""
+        """Return the mean time between chunks within a span; NaN if there are fewer than four.
+
+        Chunks can come in bursts, so chunks are compared that are whole bursts apart. A stream that stood still for half of
+        the span, and made what it made in the other half, had the interval that the whole span gives.
+        """
         inside = [done for _, done in self.out if span[0] <= done <= span[1]]
-        return (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) >= 4 else math.nan
+        if len(inside) < 4:
+            return math.nan
+        if inside[-1] - inside[0] < 0.5 * (span[1] - span[0]):
+            return (span[1] - span[0]) / len(inside)
+        lag = (len(inside) - 1) // self.burst * self.burst or len(inside) - 1
+        return statistics.mean(b - a for a, b in zip(inside, inside[lag:], strict=False)) / lag
 
     def response_s(self, span: Span) -> float:
         """Return the median time from asking for a chunk to having it; NaN if there is none."""
@@ -85,7 +97,7 @@ class Player:
     def __init__(self, stream: Stream, number: int, entry: Entry, credit: int, feed: Feed, first_chunk: int) -> None:
         self.stream, self.number, self.entry, self.credit = stream, number, entry, credit
         self.feed, self.next = feed, first_chunk
-        self.track = Track()
+        self.track = Track(burst=1 if entry.interval_s else credit)
         self.stopped = False
         self.begin_s = 0.0
 
@@ -117,8 +129,7 @@ class Player:
         chunk = future.result()
         self.track.out.append((asked_s, time.monotonic() - self.begin_s))
         self.track.eager += chunk.mode == "eager"
-        for device, ms in chunk.device_ms.items():
-            self.track.busy_ms[device] = self.track.busy_ms.get(device, 0.0) + ms
+        self.track.busy_ms.append(chunk.device_ms)
         if not self.entry.interval_s:
             self.ask()
 
@@ -129,7 +140,12 @@ class Player:
 
 def needed_s(script: Script) -> float:
     """Return about how long a run of a script takes, with the engine's start and its rehearsals."""
-    return 4.0 + script.seconds + 2.5 * max(REHEARSAL_S, 0.2 * script.seconds)
+    return 4.0 + script.seconds + share_of(script) * script.seconds
+
+
+def share_of(script: Script) -> float:
+    """Return to what share a script is shortened to rehearse it."""
+    return min(1.0, max(0.2, REHEARSAL_S / script.seconds))
 
 
 def play(
@@ -186,7 +202,10 @@ def simulated(profile: Profile, plan: Plan, script: Script, weather: Weather, *,
         for i, e in enumerate(script.entries)
     ]
     outcome = Simulation({"m": Load(plan, profile)}, runs, weather=weather, slots=slots).run(script.seconds)
-    return [Track([(due, done) for _, due, done in stream.done]) for stream in outcome.streams]
+    bursts = [1 if e.interval_s else plan.credit(e.stream_class) for e in script.entries]
+    return [
+        Track([(due, done) for _, due, done in s.done], burst=burst) for s, burst in zip(outcome.streams, bursts, strict=True)
+    ]
 
 
 def comparison(measured: Sequence[Track], expected: Sequence[Track], spans: Sequence[Span]) -> list[dict[str, Any]]:
@@ -235,14 +254,21 @@ class Run:
     carriage: str
     """How chunks crossed between devices."""
 
-    def account(self) -> dict[str, Any]:
-        """Return what must be known beside the figures: idle time, graphs, failures."""
+    def idle_share(self) -> dict[str, float]:
+        """Return, for each device, the share of the spans in which no chunk that came out in them was computed."""
         busy: dict[str, float] = {}
         for track in self.measured:
-            for device, ms in track.busy_ms.items():
-                busy[device] = busy.get(device, 0.0) + ms
+            for (_, done), times in zip(track.out, track.busy_ms, strict=True):
+                if any(a <= done <= b for a, b in self.script.spans):
+                    for device, ms in times.items():
+                        busy[device] = busy.get(device, 0.0) + ms
+        seconds = sum(b - a for a, b in self.script.spans)
+        return {d: round(max(0.0, 1.0 - ms / 1e3 / seconds), 4) for d, ms in busy.items()}
+
+    def account(self) -> dict[str, Any]:
+        """Return what must be known beside the figures: idle time, graphs, failures."""
         out: dict[str, Any] = {
-            "idle_share": {d: round(max(0.0, 1.0 - ms / 1e3 / self.script.seconds), 4) for d, ms in busy.items()},
+            "idle_share": self.idle_share(),
             "carriage": self.carriage,
             "graphs": self.graphs,
             "captured_while_measured": self.captured,
@@ -254,7 +280,7 @@ class Run:
 
 
 def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
-    """Run a script on a new engine, once rehearsals of it need no new graphs, and simulate it.
+    """Run a script on a new engine, after a rehearsal, or some until they need no new graphs, and simulate it.
 
     Raises:
         StrettoError: if the engine cannot start.
@@ -267,12 +293,12 @@ def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
         def prepare(stream: Stream) -> None:
             stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
 
-        before, share = -1, min(1.0, max(0.2, REHEARSAL_S / script.seconds))
+        # At least once: devices are measured under load, which lowers their clocks.
         for _ in range(_REHEARSALS):
-            if engine.captures - before <= 1:
-                break
             before = engine.captures
-            play(engine, script, bench.feed, bench.first_chunk, prepare, share=share)
+            play(engine, script, bench.feed, bench.first_chunk, prepare, share=share_of(script))
+            if engine.captures == before:
+                break
         before = engine.captures
         tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
         graphs, carriage = engine.captures, engine.carriage
@@ -280,7 +306,7 @@ def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
         engine.close()
         del engine
         free()
-    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan))
+    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan), slow=bench.slow)
     expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
     return Run(script, tracks, expected, graphs, graphs - before, carriage)
 
@@ -288,8 +314,7 @@ def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
 def figures(tracks: Sequence[Track], span: Span, interval_s: float = 0.0) -> dict[str, Any]:
     """Return rate, intervals and latencies within a span, and how many streams fell behind a promised interval."""
     late = [done - due for t in tracks for due, done in t.out if span[0] <= done <= span[1]]
-    ends = sorted(done for t in tracks for _, done in t.out if span[0] <= done <= span[1])
-    rate = (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else math.nan
+    rate = sum(1.0 / s for t in tracks if not math.isnan(s := t.interval_s(span))) or math.nan
     out: dict[str, Any] = {
         "chunks_per_s": _rounded(rate, 4),
         "interval_ms": [_rounded(t.interval_s(span) * 1e3) for t in tracks],

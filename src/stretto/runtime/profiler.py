@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,6 +58,30 @@ def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: 
     return Times(tuple(samples))
 
 
+def time_sustained(run: Callable[[int], None], device: torch.device, *, seconds: float, ahead: int = 1) -> Times:
+    """Time `run(i)` by the device's clock with launches in a row, as a stream makes them; the last third of `seconds` counts.
+
+    A device under load for a while draws all the power that it may, and its clock falls: what is timed one call at a time
+    is faster than it will be.
+    """
+    under_way: deque[tuple[Stamp, Stamp]] = deque()
+    samples: list[float] = []
+    start_s = time.monotonic()
+    turn = 0
+    while (spent_s := time.monotonic() - start_s) < seconds or len(samples) < 4:
+        begin = Stamp(device)
+        run(turn)
+        under_way.append((begin, Stamp(device)))
+        turn += 1
+        if len(under_way) > ahead:
+            begin, end = under_way.popleft()
+            end.wait()
+            if spent_s > 2.0 / 3.0 * seconds:
+                samples.append(end.ms_since(begin))
+    under_way[-1][1].wait()
+    return Times(tuple(samples))
+
+
 class Bench:
     """One model on one device, with arenas that hold `SETS` input sets of a batch and state for each of its rows.
 
@@ -105,9 +130,19 @@ class Bench:
         ]
 
     def segment(
-        self, segment: Segment, lengths: Mapping[str, int], *, warmup: int, n: int, starts: Sequence[int] = ()
+        self,
+        segment: Segment,
+        lengths: Mapping[str, int],
+        *,
+        warmup: int,
+        n: int,
+        starts: Sequence[int] = (),
+        sustained_s: float = 0.0,
     ) -> Times:
-        """Time one segment; `starts` are the visits at which rows stand, where several segments run the same stages."""
+        """Time one segment; `starts` are the visits at which rows stand, where several segments run the same stages.
+
+        One launch at a time, or with `sustained_s` in a row for so long.
+        """
         program = Program(
             self.model,
             segment,
@@ -123,7 +158,10 @@ class Bench:
 
         with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             program.capture()
-            return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
+            if not sustained_s:
+                return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
+            time_on_device(run, self.device, warmup=max(warmup, 2), n=1)
+            return time_sustained(run, self.device, seconds=sustained_s)
 
 
 def stage_segments(model: Model) -> dict[str, tuple[Segment, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.core.plan import Device, Plan
+from stretto.sched.batching import worthwhile_cap
 from stretto.sched.cluster import Cluster, Placed, StreamSpec
 from stretto.sched.dispatch import ring_cap
 from stretto.sched.outcome import Outcome, quantile
@@ -67,7 +68,8 @@ def to_plans(
 ) -> dict[str, Plan]:
     """Return one plan a model; every stream is a class of its own.
 
-    A device's batch cap is the chunks in flight on it, so that batches never empty the other devices of a ring.
+    A device's batch cap is the chunks in flight on it, so that batches never empty the other devices of a ring, and no more
+    than pays by the profile.
     `greedy` lifts the cap to the model's largest batch; without `batching` it is one.
     """
     cluster = Cluster(devices, profiles)
@@ -90,7 +92,8 @@ def to_plans(
         if not mine:
             continue
         here = [d for m, d in depth if m == model]
-        cap = {d: ring_cap(depth[model, d] * ring[model, d], ring[model, d], profile.max_batch) for d in here}
+        most = worthwhile_cap(profile, profile.max_batch)
+        cap = {d: ring_cap(depth[model, d] * ring[model, d], ring[model, d], most) for d in here}
         caps = {d: profile.max_batch if greedy else cap[d] if batching else 1 for d in here}
         ranks = {name: p.ranks for name, p in mine.items()}
         used = [d for d in devices if d.name in caps]
