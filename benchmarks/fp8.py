@@ -217,8 +217,15 @@ def accuracy_of(report: Report, model: pi0.Pi0Model, device: str, want: np.ndarr
         model.run_on(partly(model, scales, parts) if parts else model.module)
         return likeness(actions(model, device, inputs, OBSERVATIONS), want, inputs["x"].numpy())
 
+    def compare_others(others: dict[str, Tensor]) -> dict[str, Any]:
+        model.run_on(model.module)
+        return likeness(actions(model, device, others, OBSERVATIONS), want, inputs["x"].numpy())
+
     for parts in ((), PARTS, ("vision", "prefix"), ("vision",), ("prefix",), ("expert",)):
         report.attempt("accuracy", {**head, "fp8": "+".join(parts) or "none"}, partial(compare, *parts), 3.0)
+    # How closely the flow follows what the robot sees, and so errors in it: weights that hardly look prove little.
+    others = {**inputs, "images": inputs["images"].roll(1, 0)}
+    report.attempt("accuracy", {**head, "check": "images of another robot"}, partial(compare_others, others), 3.0)
     if device.startswith("cuda"):
         # Last: it changes the weights.
         report.attempt("accuracy", {**head, "check": "graph"}, partial(replay, model, device, scales, inputs), 4.0)

@@ -23,7 +23,7 @@ from stretto.deploy import shadow
 from stretto.deploy.bench import BenchOptions, bench_policy
 from stretto.deploy.calibration import Observer, read_observations
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
-from stretto.deploy.precision import FILE, Calibration, fingerprint
+from stretto.deploy.precision import FILE, Calibration, check_accuracy, fingerprint
 from stretto.models import pi0
 from stretto.serve.metadata import build_metadata
 
@@ -143,6 +143,13 @@ def test_a_calibration_that_cannot_be_used_is_refused_by_its_field(
 def test_what_this_machine_cannot_do_is_refused(checkpoint: Path, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_policy(checkpoint, replace(OPTIONS, **options))
+
+
+def test_fp8_on_pi0_is_refused_without_the_run_beside_it_that_says_how_near_it_is() -> None:
+    with pytest.raises(ConfigError, match="fp8_shadow: got 0, expected a number with FP8 on pi0"):
+        check_accuracy("pi0", 0)
+    check_accuracy("pi0", 100)
+    check_accuracy("pi05", 0)
 
 
 def test_without_a_calibration_the_error_says_how_to_make_one(tiny_checkpoint: Path) -> None:
