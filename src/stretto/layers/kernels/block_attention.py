@@ -1,13 +1,14 @@
 """Attention of few queries where every program takes one block of keys: there is nothing to wait for but the queries.
 
 Keys and values of the arena are asked for before the kernel ahead ends (overlap.py), which wrote the queries and the suffix.
-Parts are joined by split_attention's second kernel.
+Parts are kept and joined as in attention_parts.py.
 
 Shape legend: as in split_attention.py.
 """
 
 from __future__ import annotations
 
+from stretto.layers.kernels.attention_parts import keep_part, page_and_bound
 from stretto.layers.kernels.language import jit, tl
 from stretto.layers.kernels.overlap import await_inputs
 
@@ -66,12 +67,7 @@ def block_attention_kernel(
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     dim, lane = tl.arange(0, HEAD_DIM)[None, :], tl.arange(0, BLOCK_N)
     here = row < rows
-    page = b
-    if INDEXED:
-        page = tl.load(slots + b).to(tl.int64)
-    bound = arena_tokens
-    if BOUNDED:
-        bound = tl.minimum(tl.load(length + b).to(tl.int32), arena_tokens)
+    page, bound = page_and_bound(b, slots, length, arena_tokens, INDEXED, BOUNDED)
     key = block * BLOCK_N + lane
     present = key < bound
     k_at = k + page * k_b + kv_head * k_h + key[:, None] * k_t + dim
@@ -106,8 +102,4 @@ def block_attention_kernel(
     acc = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
 
     at = (tl.program_id(2) * SPLITS + block).to(tl.int64) * rows + row
-    used = (block == 0) | (block < blocks)
-    if used:
-        tl.store(part + at[:, None] * HEAD_DIM + dim, acc, mask=here[:, None])
-    tl.store(part_top + at, tl.where(used, top, -2.0e30), mask=here)
-    tl.store(part_total + at, total, mask=here)
+    keep_part(part, part_top, part_total, at, acc, top, total, (block == 0) | (block < blocks), here, HEAD_DIM)

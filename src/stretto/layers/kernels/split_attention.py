@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels.attention_parts import join_kernel, keep_part, page_and_bound
 from stretto.layers.kernels.block_attention import block_attention_kernel
 from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
@@ -180,12 +181,7 @@ def _attention_kernel(
     lane = tl.arange(0, BLOCK_N)
     here = row < rows
 
-    page = b
-    if INDEXED:
-        page = tl.load(slots + b).to(tl.int64)
-    bound = arena_tokens
-    if BOUNDED:
-        bound = tl.minimum(tl.load(length + b).to(tl.int32), arena_tokens)
+    page, bound = page_and_bound(b, slots, length, arena_tokens, INDEXED, BOUNDED)
     arena_blocks = tl.cdiv(bound, BLOCK_N)
     blocks = arena_blocks + tl.cdiv(suffix_tokens, BLOCK_N)
     each = tl.cdiv(blocks, SPLITS)
@@ -243,44 +239,7 @@ def _attention_kernel(
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None])
     else:
         at = (tl.program_id(2) * SPLITS + split).to(tl.int64) * rows + row
-        used = (split == 0) | (first < blocks)
-        if used:
-            tl.store(part + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=here[:, None])
-        tl.store(part_top + at, tl.where(used, top, -2.0e30), mask=here)
-        tl.store(part_total + at, total, mask=here)
-
-
-@jit
-def _join_kernel(
-    part: tl.tensor,
-    part_top: tl.tensor,
-    part_total: tl.tensor,
-    out: tl.tensor,
-    tokens: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Join the splits of one packed query row."""
-    await_inputs(OVERLAP)
-    row, pair = tl.program_id(0), tl.program_id(1)
-    rows = tokens * GROUP
-    split = tl.arange(0, BLOCK_SPLITS)
-    dim = tl.arange(0, HEAD_DIM)
-    here = split < SPLITS
-    at = (pair * SPLITS + split).to(tl.int64) * rows + row
-    top = tl.load(part_top + at, mask=here, other=-2.0e30)
-    stored = top > -1.5e30
-    acc = tl.load(part + at[:, None] * HEAD_DIM + dim[None, :], mask=stored[:, None], other=0.0)
-    share = tl.exp2(top - tl.max(top, 0))
-    total = tl.sum(tl.load(part_total + at, mask=here, other=0.0) * share, 0)
-    joined = tl.sum(acc * share[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    b, head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS * GROUP + row % GROUP
-    out_at = out + ((b * tokens + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM + dim
-    tl.store(out_at, joined.to(out.dtype.element_ty))
+        keep_part(part, part_top, part_total, at, acc, top, total, (split == 0) | (first < blocks), here, HEAD_DIM)
 
 
 def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Tiling | None = None) -> Tensor:
@@ -324,7 +283,7 @@ def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Til
         )
     if kept:
         block = block_of(splits)
-        _join_kernel[(rows, pairs)](
+        join_kernel[(rows, pairs)](
             *parts, out, tokens,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=splits, BLOCK_SPLITS=block,
             OVERLAP=overlap, num_warps=2 if block <= 8 else 4, launch_pdl=overlap,
