@@ -12,7 +12,7 @@ import torch
 from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_crowd import crowd
 from stretto.deploy.world_plans import plan_of
-from stretto.deploy.world_trial import Entry, Script, Track, comparison, figures, pooled, run
+from stretto.deploy.world_trial import Entry, Run, Script, Track, comparison, figures, pooled, run
 from stretto.deploy.worlds import TINY, config_of
 
 
@@ -64,6 +64,21 @@ def test_intervals_are_of_the_span_alone_and_need_four_chunks() -> None:
     assert one.response_s((0.0, 5.0)) == pytest.approx(1.0)
     (row,) = pooled([one], [track(0.0, 2.0, 4.0, 6.0)], [(0.0, 6.0)])
     assert row["measured"] > row["simulated"]
+
+
+def test_chunks_that_come_in_bursts_are_compared_whole_bursts_apart() -> None:
+    bursts = Track([(0.0, t) for t in (0.0, 0.01, 1.0, 1.01, 2.0, 2.01)], burst=2)
+    assert bursts.interval_s((0.0, 2.5)) == pytest.approx(0.5)
+
+
+def test_a_stream_that_stands_still_for_most_of_a_span_has_not_the_interval_of_its_last_burst() -> None:
+    stalls = track(0.9, 0.91, 0.92, 0.93, 0.94)
+    assert stalls.interval_s((0.0, 1.0)) == pytest.approx(0.2)
+
+
+def test_idle_time_is_of_the_spans_that_are_looked_at() -> None:
+    busy = Track([(0.0, t) for t in (0.5, 1.0, 1.5, 2.0)], busy_ms=[{"d": 250.0}] * 4)
+    assert Run(Script([], 3.0, ((0.9, 2.1),)), [busy], [], 0, 0, "local").idle_share() == {"d": pytest.approx(0.375, abs=1e-3)}
 
 
 def test_a_stream_that_a_player_would_wait_for_is_late() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from math import comb
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import CarryModel
 
-from stretto.core.model import CapturesByRows, Row, Rows
+from stretto.core.errors import CapacityError
+from stretto.core.model import CapturesByRows, Row, Rows, StateKey
 from stretto.core.plan import whole
 from stretto.core.route import Segment
 from stretto.models.wan import WanModel, tiny
 from stretto.models.wan_config import tiny_config
+from stretto.runtime.arena import SlotPool
 from stretto.runtime.graphs import Recent
 from stretto.runtime.layout import arenas_for
-from stretto.runtime.program import Member, Program, Ran
+from stretto.runtime.program import Member, Program, Ran, batches
+from stretto.runtime.residents import Seats
 
 CPU = torch.device("cpu")
 
@@ -40,21 +44,38 @@ class ByRows:
         rows.put("x", rows.get("x") + 1)
 
 
-def program_of(model: CarryModel, segment: Segment) -> Program:
+class Replays:
+    """In place of a captured graph: runs the work again."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+class Notes:
+    """In place of CUDA graphs: a capture runs nothing."""
+
+    captures = 0
+
+    def capture_live(self, run: Callable[[], None]) -> Replays:
+        self.captures += 1
+        return Replays(run)
+
+
+def program_of(model: CarryModel, segment: Segment, graphs: Notes | None = None) -> Program:
     plan = whole(model.route, "cpu", batch_cap=4)
     arenas = arenas_for(model, plan, "cpu", CPU, slots=4, streams=2)  # type: ignore[arg-type]
-    return Program(model, segment, arenas, mode="eager", batch_buckets=(1, 2, 4))  # type: ignore[arg-type]
+    return Program(model, segment, arenas, mode="eager", batch_buckets=(1, 2, 4), graphs=graphs)  # type: ignore[arg-type]
 
 
 def member(state_slot: int, *, chunk: int = 1, slot: int = 1) -> Member:
     return Member(Row(0, chunk, 0, slot), 0, (state_slot,))
 
 
-def by_rows() -> tuple[Program, ByRows]:
+def by_rows(graphs: Notes | None = None) -> tuple[Program, ByRows]:
     model = CarryModel(steps=1, blocks=1)
     stage = ByRows("carry.0")
     model.stages = {"carry.0": stage}
-    return program_of(model, Segment(0, 1)), stage
+    return program_of(model, Segment(0, 1), graphs), stage
 
 
 def test_rows_run_in_the_order_of_their_state_slots_so_that_one_set_has_one_key() -> None:
@@ -75,6 +96,64 @@ def test_a_segment_that_captures_by_rows_captures_nothing_before_the_start() -> 
     program, stage = by_rows()
     program.capture()
     assert stage.ran == []
+
+
+def test_graphs_that_were_captured_ahead_serve_every_batch_and_none_is_captured_later() -> None:
+    graphs = Notes()
+    program, stage = by_rows(graphs)
+    program.capture_ahead([member(s) for s in (3, 1, 2)], cap=2)
+    assert graphs.captures == 3 + 3  # single rows and pairs
+    stage.ran.clear()
+    assert program.launch([member(2)], {}) == Ran(1, "graph")
+    assert program.launch([member(3, slot=1), member(1, slot=2)], {}) == Ran(2, "graph")
+    assert stage.ran == [(2,), (1, 3)]
+    assert graphs.captures == 6
+
+
+def test_a_batch_without_a_graph_of_its_own_replays_those_of_its_rows_in_turn() -> None:
+    graphs = Notes()
+    program, stage = by_rows(graphs)
+    program.capture_ahead([member(s) for s in (1, 2, 3)], cap=1)
+    stage.ran.clear()
+    assert program.launch([member(3, slot=1), member(1, slot=2), member(2, slot=3)], {}) == Ran(3, "graph")
+    assert stage.ran == [(1,), (2,), (3,)]
+    assert graphs.captures == 3
+
+
+def test_a_row_that_was_not_captured_ahead_runs_eagerly_once_and_says_so() -> None:
+    graphs = Notes()
+    program, _ = by_rows(graphs)
+    program.capture_ahead([member(1)], cap=1)
+    assert program.launch([member(2)], {}) == Ran(1, "eager")
+    assert program.launch([member(2)], {}) == Ran(1, "graph")
+    assert program.launch([member(1, chunk=0)], {}) == Ran(1, "eager")
+    assert graphs.captures == 2
+
+
+@given(count=st.integers(1, 80), cap=st.integers(1, 6))
+def test_batches_to_capture_are_bounded_and_of_each_size_all_or_none(count: int, cap: int) -> None:
+    members = [member(s) for s in range(count)]
+    sizes = [len(b) for b in batches(members, cap, bound=40)]
+    assert len(sizes) <= 40
+    assert sizes == sorted(sizes)
+    assert sizes.count(1) == min(count, 40)
+    assert all(sizes.count(n) in (0, comb(count, n)) for n in range(2, cap + 1))
+    assert max(sizes) <= cap
+
+
+def test_a_stream_takes_the_state_slots_that_the_one_before_it_left_together() -> None:
+    one, two = StateKey("p", 0), StateKey("p", 1)
+    seats = Seats({"p": SlotPool(4, "slots")}, {"both": (one, two), "first": (one,)})
+    reserved = seats.reserve("both", 2)
+    assert [set(seat.values()) for seat in reserved] == [{1, 2}, {3, 4}]
+    a, b = seats.take("both"), seats.take("both")
+    seats.give("both", b)
+    seats.give("both", a)
+    assert [seats.take("both")[1], seats.take("both")[1]] == reserved
+    seats.give("both", b)
+    assert set(seats.take("first")[1]) == {one}  # a free seat of another class gives way
+    with pytest.raises(CapacityError):
+        seats.take("both")
 
 
 def test_a_world_models_block_has_one_key_once_its_ring_is_full() -> None:

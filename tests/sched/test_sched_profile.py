@@ -10,6 +10,7 @@ from toys import toy
 
 from stretto.core.errors import ConfigError, StrettoError
 from stretto.core.route import Route, StageSpec, Visit
+from stretto.sched.batching import worthwhile_cap
 from stretto.sched.columns import Columns, split
 from stretto.sched.costs import BatchCost
 from stretto.sched.hardware import H200
@@ -25,6 +26,13 @@ def test_a_cost_follows_its_measured_points_and_goes_on_along_the_last_piece() -
     assert cost(100) == pytest.approx(3.5 + 96)
     assert cost.best_row_s(4) == pytest.approx(0.75)
     assert BatchCost(((1, 2.0),))(3) == 6.0  # of a batch that nobody measured, no gain is assumed
+
+
+def test_batches_pay_as_far_as_a_row_gets_cheaper_by_more_than_noise() -> None:
+    assert worthwhile_cap(toy(fixed_s=0.0, per_row_s=0.01), 4) == 1
+    assert worthwhile_cap(toy(fixed_s=0.0002, per_row_s=0.01), 4) == 1  # 2 %
+    assert worthwhile_cap(toy(fixed_s=0.01, per_row_s=0.01), 4) == 4
+    assert worthwhile_cap(toy(fixed_s=0.001, per_row_s=0.01), 8) == 3
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 2.0)), ((1, -1.0),), ((1, math.nan),), ((1, math.inf),)])

@@ -109,8 +109,8 @@ def drive(
 ) -> Measured:
     """Run streams with `in_flight` chunks each under way, and measure once they are steady.
 
-    Steady means: `warm_chunks` chunks of each are done, for `warm_s`, and the last of them needed no new capture. The span then lasts
-    `seconds`, or until `least` chunks of each stream where that is longer. Chunks are left under way.
+    Steady means: `warm_chunks` chunks of each are done, for `warm_s`, and the last of them needed no new capture. The span
+    then lasts `seconds`, or until `least` chunks of each stream where that is longer. Chunks are left under way.
 
     Raises:
         StrettoError: whatever a chunk failed with.

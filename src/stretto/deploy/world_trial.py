@@ -27,7 +27,7 @@ from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-REHEARSAL_S, _REHEARSALS = 1.5, 4
+REHEARSAL_S, _REHEARSALS = 1.0, 4
 Span = tuple[float, float]
 NOISE = 0.01
 """Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
@@ -140,7 +140,7 @@ class Player:
 
 def needed_s(script: Script) -> float:
     """Return about how long a run of a script takes, with the engine's start and its rehearsals."""
-    return 4.0 + script.seconds + share_of(script) * script.seconds
+    return 3.0 + script.seconds + share_of(script) * script.seconds
 
 
 def share_of(script: Script) -> float:
