@@ -28,7 +28,8 @@ def gelu_tanh_reference(x: Tensor, bias_F: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _gelu(x: tl.tensor) -> tl.tensor:
+def gelu_tanh_of(x: tl.tensor) -> tl.tensor:
+    """Return gelu(x), by the tanh approximation, inside a kernel."""
     # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
@@ -41,7 +42,7 @@ def _geglu_kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: t
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (_gelu(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (gelu_tanh_of(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -54,7 +55,7 @@ def _gelu_kernel(
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, _gelu(value).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, gelu_tanh_of(value).to(out.dtype.element_ty), mask=inside)
 
 
 def geglu_triton(gate_up: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_reference
+from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
 from stretto.layers.kernels.overlap import await_inputs, overlaps
 
@@ -58,13 +58,6 @@ def store_fp8(at: tl.tensor, value: tl.tensor, multiplier: tl.tensor, inside: tl
 
 
 @jit
-def _gelu(x: tl.tensor) -> tl.tensor:
-    # (1 + tanh(u)) / 2 = sigmoid(2 u), kept from overflow where it is zero anyway.
-    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(tl.minimum(-2.0 * u, 80.0)))
-
-
-@jit
 def _kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -82,7 +75,7 @@ def _kernel(
     start = x + (row * 2 * width if GATED else row * width)
     value = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        value = _gelu(value)
+        value = gelu_tanh_of(value)
     if GATED:
         value *= tl.load(start + width + column, mask=inside, other=0.0).to(tl.float32)
     store_fp8(out + row * width + column, value, multiplier, inside)

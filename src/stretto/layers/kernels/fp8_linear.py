@@ -19,9 +19,9 @@ from torch.nn.functional import linear
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.activation import _gelu, geglu_reference, gelu_tanh_reference
+from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
-from stretto.layers.kernels.gemm import Tiling, halves
+from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import cdiv, jit, multiprocessors, tl
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -89,22 +89,18 @@ def _kernel(
     scale, code = tl.load(x_scale) * tl.load(w_scale), tl.load(multiplier)
     column = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
-        # As in gemm: GROUP rows of tiles at a time share weights in the cache.
-        strip = tile // (GROUP * across)
-        height = tl.minimum(down - strip * GROUP, GROUP)
-        within = tile - strip * GROUP * across
-        m = (strip * GROUP + within % height) * BLOCK_M
-        n = within // height * BLOCK_N
+        tile_m, tile_n = place_of(tile, down, across, GROUP)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), tl.float32)
         for step in range(steps):
             w_tile = w.load([0, n, step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
             acc = tl.dot(x.load([m, step * BLOCK_K]), w_tile.T, acc)
         if GATED:
             gate, up = halves(acc * scale)
-            value = _gelu(gate) * up * code
+            value = gelu_tanh_of(gate) * up * code
         else:
             shift = tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)
-            value = _gelu(acc * scale + shift[None, :]) * code
+            value = gelu_tanh_of(acc * scale + shift[None, :]) * code
         # Two selects instead of min and max, which would lose a NaN.
         value = tl.where(value > 448.0, 448.0, value)
         value = tl.where(value < -448.0, -448.0, value)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels.activation import _gelu
+from stretto.layers.kernels.activation import gelu_tanh_of
 from stretto.layers.kernels.language import cdiv, jit, multiprocessors, tl
 from stretto.layers.tuning import Config
 
@@ -65,6 +65,15 @@ def halves(acc: tl.tensor) -> tl.tensor:
 
 
 @jit
+def place_of(tile: tl.tensor, down: tl.tensor, across: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """Return row and column of a tile: they go down GROUP rows at a time, so what runs at once shares weights in the cache."""
+    strip = tile // (GROUP * across)
+    height = tl.minimum(down - strip * GROUP, GROUP)
+    within = tile - strip * GROUP * across
+    return strip * GROUP + within % height, within // height
+
+
+@jit
 def _gemm_kernel(
     x: tl.tensor,
     w: tl.tensor,
@@ -90,24 +99,20 @@ def _gemm_kernel(
         # What lies behind the inner width is read as zeros.
         split, tile = index // (down * across), index % (down * across)
         start = split * steps * BLOCK_K
-        # Tiles go down GROUP rows at a time, so that what runs at once shares weights in the cache.
-        strip = tile // (GROUP * across)
-        height = tl.minimum(down - strip * GROUP, GROUP)
-        within = tile - strip * GROUP * across
-        m = (strip * GROUP + within % height) * BLOCK_M
-        n = within // height * BLOCK_N
+        tile_m, tile_n = place_of(tile, down, across, GROUP)
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), tl.float32)
         for step in range(steps):
             w_tile = w.load([0, n, start + step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
             acc = tl.dot(x.load([m, start + step * BLOCK_K]), w_tile.T, acc)
         if PARTS == 2:
             gate, up = halves(acc)
-            acc = _gelu(gate) * up
+            acc = gelu_tanh_of(gate) * up
         else:
             if BIAS:
                 acc += tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)[None, :]
             if GELU:
-                acc = _gelu(acc)
+                acc = gelu_tanh_of(acc)
         out.store([split, m, n], acc.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 

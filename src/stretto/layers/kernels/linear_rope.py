@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.gemm import Tiling, halves
+from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
@@ -157,12 +157,8 @@ def _linear_rope_kernel(
     across: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     down = tl.cdiv(rows, BLOCK_M)
     steps = tl.cdiv(inner, BLOCK_K)
-    tile = tl.program_id(0)
-    strip = tile // (GROUP * across)
-    height = tl.minimum(down - strip * GROUP, GROUP)
-    within = tile - strip * GROUP * across
-    m = (strip * GROUP + within % height) * BLOCK_M
-    head, part = within // height // PARTS, within // height % PARTS
+    tile_m, tile_n = place_of(tl.program_id(0), down, across, GROUP)
+    m, head, part = tile_m * BLOCK_M, tile_n // PARTS, tile_n % PARTS
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for step in range(steps):
         w_tile = w.load([2 * head, part * BLOCK_N, step * BLOCK_K]).reshape(2 * BLOCK_N, BLOCK_K)

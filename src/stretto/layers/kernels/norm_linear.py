@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.activation import _gelu
+from stretto.layers.kernels.activation import gelu_tanh_of
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
-from stretto.layers.kernels.stream import carries_shift, line_at, normed_reference, sample_stream
-from stretto.layers.tuning import Config, Key, Tunable, tuned
+from stretto.layers.kernels.stream import carries_shift, line_at, normed_reference
+from stretto.layers.tuning import Config, tuned
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -181,7 +181,7 @@ def _norm_pair_kernel(
         tl.store(out + at + low[None, :], (first * cos - second * sin).to(kind), mask=here[:, None])
         tl.store(out + at + HALF + low[None, :], (second * cos + first * sin).to(kind), mask=here[:, None])
     else:
-        tl.store(out + at + pair[None, :], (_gelu(first) * second).to(kind), mask=here[:, None])
+        tl.store(out + at + pair[None, :], (gelu_tanh_of(first) * second).to(kind), mask=here[:, None])
 
 
 def rule(batch: int, tokens: int, pairs: int) -> PairTiling:
@@ -194,7 +194,8 @@ def rule(batch: int, tokens: int, pairs: int) -> PairTiling:
     return PairTiling(segments, block_n, 128 if segments == 1 else 64, 4 * segments, 4)
 
 
-def _tilings(batch: int, tokens: int, pairs: int) -> list[Config]:
+def tilings(batch: int, tokens: int, pairs: int) -> list[Config]:
+    """Return the tilings worth timing, the rule's first."""
     few = [(1, 16, 128, 4, 4), (1, 16, 256, 4, 3), (1, 32, 128, 4, 3), (1, 32, 128, 4, 4), (1, 32, 64, 4, 6)]
     few += [(1, 64, 64, 4, 4), (1, 32, 64, 4, 4), (1, 16, 128, 4, 3)]
     many = [(1, 64, 64, 4, 4), (2, 32, 64, 8, 4), (2, 64, 64, 8, 3), (2, 64, 64, 8, 4), (2, 64, 32, 8, 5)]
@@ -203,7 +204,8 @@ def _tilings(batch: int, tokens: int, pairs: int) -> list[Config]:
     return [t._asdict() for t in found if t.segments <= block_of(batch)]
 
 
-def _chosen(found: Config | None, batch: int, tokens: int, pairs: int) -> PairTiling:
+def chosen(found: Config | None, batch: int, tokens: int, pairs: int) -> PairTiling:
+    """Return a measured choice as a tiling, or the rule's where there is none."""
     return rule(batch, tokens, pairs) if found is None else PairTiling(**{name: int(v) for name, v in found.items()})
 
 
@@ -261,7 +263,7 @@ def norm_qkv_triton(
     if tiling is None:
         key = (batch, tokens, scaled_BRD.shape[-1], heads, kv_heads, head_dim)
         found = tuned("norm_qkv", key, scaled_BRD.dtype, scaled_BRD.device)
-        tiling = _chosen(found, batch, tokens, heads_in_all * head_dim // 2)
+        tiling = chosen(found, batch, tokens, heads_in_all * head_dim // 2)
     out = torch.empty(batch, tokens, heads_in_all, head_dim, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
     rotated = heads + kv_heads
     _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, head_dim // 2, eps, tiling, starts_B, rotated, theta)
@@ -279,7 +281,7 @@ def norm_geglu_triton(
     batch, tokens, hidden = scaled_BRD.shape[0], squares_MP.shape[0] // scaled_BRD.shape[0], weight_ND.shape[0] // 2
     if tiling is None:
         key = (batch, tokens, scaled_BRD.shape[-1], hidden)
-        tiling = _chosen(tuned("norm_geglu", key, scaled_BRD.dtype, scaled_BRD.device), batch, tokens, hidden)
+        tiling = chosen(tuned("norm_geglu", key, scaled_BRD.dtype, scaled_BRD.device), batch, tokens, hidden)
     out = torch.empty(batch, tokens, hidden, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
     _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, hidden, eps, tiling)
     return out
@@ -293,56 +295,3 @@ def fits_few_rows(tokens: int, width: int, hidden: int, head_dim: int) -> bool:
 
 norm_qkv = FusedOp(norm_qkv_reference, norm_qkv_triton)
 norm_geglu = FusedOp(norm_geglu_reference, norm_geglu_triton)
-
-
-def _qkv_candidates(key: Key) -> list[Config]:
-    batch, tokens, _, heads, kv_heads, head_dim = key
-    return [c for c in _tilings(batch, tokens, (heads + 2 * kv_heads) * head_dim // 2) if int(c["block_n"]) <= head_dim // 2]
-
-
-def _qkv_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    batch, tokens, width, heads, kv_heads, head_dim = key
-    stream, norm = sample_stream(batch, tokens, width, dtype, device)
-    weight = torch.randn((heads + 2 * kv_heads) * head_dim, width, dtype=dtype, device=device) * width**-0.5
-    starts = torch.full((batch,), 900, dtype=torch.int32, device=device)
-    return stream.scaled_BRD, stream.squares_MP, weight, norm, starts, heads, kv_heads, head_dim
-
-
-def _run_qkv(choice: Config | None, *inputs: Any) -> Tensor:
-    *given, heads, kv_heads, head_dim = inputs
-    scaled = given[0]
-    batch, tokens = scaled.shape[0], given[1].shape[0] // scaled.shape[0]
-    cut = _chosen(choice, batch, tokens, (heads + 2 * kv_heads) * head_dim // 2)
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return norm_qkv_triton(*given, **shape, theta=1e4, eps=1e-6, tiling=cut)
-
-
-def _geglu_candidates(key: Key) -> list[Config]:
-    batch, tokens, _, hidden = key
-    return _tilings(batch, tokens, hidden)
-
-
-def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    batch, tokens, width, hidden = key
-    stream, norm = sample_stream(batch, tokens, width, dtype, device)
-    weight = torch.randn(2 * hidden, width, dtype=dtype, device=device) * width**-0.5
-    return stream.scaled_BRD, stream.squares_MP, weight, norm
-
-
-def _run_geglu(choice: Config | None, scaled: Tensor, squares: Tensor, weight: Tensor, norm: Modulation) -> Tensor:
-    batch = scaled.shape[0]
-    cut = _chosen(choice, batch, squares.shape[0] // batch, weight.shape[0] // 2)
-    return norm_geglu_triton(scaled, squares, weight, norm, 1e-6, cut)
-
-
-_FIELDS = {
-    "segments": (1, 2, 4),
-    "block_n": (16, 32, 64, 128),
-    "block_k": (32, 64, 128, 256),
-    "warps": (4, 8),
-    "stages": (2, 3, 4, 5, 6),
-}
-TUNABLES = (
-    Tunable("norm_qkv", _FIELDS, _qkv_candidates, _qkv_inputs, _run_qkv),
-    Tunable("norm_geglu", _FIELDS, _geglu_candidates, _geglu_inputs, _run_geglu),
-)
