@@ -115,7 +115,7 @@ class Expert(nn.Module):
         x = ada_rms_norm(residual, norms.lines(0), norms.eps).to(self.dtype)
         for i, block in enumerate(blocks):
             q, k, v = block.rotated(x, positions_BS)
-            x, residual = norms.add(2 * i + 1, residual, block.out(self._attend(i, prefix, q, k, v)))
+            x, residual = norms.add(2 * i + 1, residual, block.out(self.attend(i, prefix, q, k, v)))
             y = block.mlp(x)
             x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x
@@ -145,7 +145,8 @@ class Expert(nn.Module):
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
         return few and runs and not torch.is_grad_enabled()
 
-    def _attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what a layer's output projection reads, [B, S, H d]."""
         return prefix_attention(
             q,
             prefix.k_SNPKd[:, layer],

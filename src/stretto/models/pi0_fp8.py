@@ -135,18 +135,7 @@ class Fp8Net:
             q, k, v = rope(
                 its.qkv(x), positions_BS, heads=dims.heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta
             )
-            attended = prefix_attention(
-                q,
-                prefix.k_SNPKd[:, i],
-                prefix.v_SNPKd[:, i],
-                prefix.slots_B,
-                key_mask_BP=prefix.mask_BP,
-                length_B=prefix.length_B,
-                k_suffix_BTKd=k,
-                v_suffix_BTKd=v,
-                suffix_lead=self.config.suffix_tokens - self.config.action_horizon,
-            )
-            y = its.out(its.out.plain(attended.flatten(2)))
+            y = its.out(its.out.plain(self.net.expert.attend(i, prefix, q, k, v)))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu_of(its.up, x))
             if i + 1 < len(readers):
