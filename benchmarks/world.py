@@ -73,7 +73,7 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
     while names and time.monotonic() < until:
         name = names.pop(0)
         for row in (crowded(bench, heading),) if name == CROWD else bench.rows((name,)):
-            yield row | {"profile": profiled | {"slow": bench.slow}}
+            yield row | {"profile": profiled, "slow": bench.slow}
     for name in names:
         yield heading | {"plan": name, "not_run": "out of time"}
 

@@ -229,7 +229,7 @@ def main() -> None:
     models, window = ([TINY], 6) if args.small else (args.models, args.window)
     result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices)}
     result |= {"mode": mode, "workers": args.workers, "noise": NOISE, "host": {"cores": os.cpu_count()}, "cases": []}
-    result["profiles"] = []
+    result |= {"profiles": [], "slow": []}
     for i, model in enumerate(models):
         until_s = began_s + args.budget * (i + 1) / len(models)
         changes = {"blocks": 8, "width": 128, "heads": 2} if model == TINY else {}
@@ -241,7 +241,8 @@ def main() -> None:
             devices, mode, args.workers, STREAMS, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s
         )
         bench = WorldBench(config, case)
-        result["profiles"].append(json.loads(bench.profile.to_json()) | {"slow": bench.slow})
+        result["profiles"].append(json.loads(bench.profile.to_json()))
+        result["slow"].append(bench.slow)
         print(f"# {model}: profiled after {time.monotonic() - began_s:.1f} s", flush=True)
         for some in cases(bench.profile, devices, bench):
             if args.only not in some.name:

@@ -196,7 +196,7 @@ def main() -> None:
     count = args.gpus or (torch.cuda.device_count() if cuda else 2)
     names, mode, dtype = resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
     result: dict[str, Any] = {**provenance(torch.device(names[0].split(":")[0])), "devices": len(names), "mode": mode}
-    result |= {"workers": args.workers, "noise": NOISE, "rows": [], "profiles": []}
+    result |= {"workers": args.workers, "noise": NOISE, "rows": [], "profiles": [], "slow": []}
 
     def left_s() -> float:
         return args.budget - (time.monotonic() - began_s)
@@ -219,7 +219,8 @@ def main() -> None:
             known, bench = bench, None
             bench = bench_of(part, devices, mode, dtype, args, known)
             if bench is not known:
-                result["profiles"].append(json.loads(bench.profile.to_json()) | {"slow": bench.slow})
+                result["profiles"].append(json.loads(bench.profile.to_json()))
+                result["slow"].append(bench.slow)
             known = None
             for trial in trials(part, bench, devices, args):
                 try:
