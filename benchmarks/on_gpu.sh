@@ -42,7 +42,7 @@ part_seeds() {
   [ "$GPUS" -eq 1 ] && parts=seed-1gpu
   limited seeds 160 $PY benchmarks/world_seeds.py --budget 140 --seconds 2 --parts $parts --out "$OUT/world_seeds_${GPUS}x_h200.json"
 }
-plans="serial batched by_step by_stage by_block_batched"
+plans="whole by_block by_step by_stage by_block_batched batched"
 part_worlds() { # one stream, window 21, no decoder, chunks of three frames: what plans are compared by
   limited worlds 130 $PY benchmarks/world.py --windows 21 --decoders none --seconds 2 --minutes 1.8 --chunk-frames 3 \
     --models wan2.1-1.3b wan2.1-14b --plans $plans --out "$OUT/world_${GPUS}x_chunk3_h200.json"
@@ -53,7 +53,7 @@ part_worlds_quick() { # the same with chunks of one frame
 }
 part_worlds_rest() { # the plans that are left, and as many streams as the planner admits
   limited worlds_rest 110 $PY benchmarks/world.py --windows 21 --decoders none --seconds 1.5 --minutes 1.5 --chunk-frames 1 \
-    --models wan2.1-1.3b wan2.2-5b wan2.1-14b --plans portfolio by_block circular --out "$OUT/world_${GPUS}x_rest_h200.json"
+    --models wan2.1-1.3b wan2.2-5b wan2.1-14b --plans portfolio serial circular --out "$OUT/world_${GPUS}x_rest_h200.json"
 }
 part_worlds_decoded() { # with the decoder as a stage
   limited worlds_decoded 100 $PY benchmarks/world.py --windows 21 --decoders vae --seconds 2 --minutes 1.3 --chunk-frames 1 \
