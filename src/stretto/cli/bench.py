@@ -38,7 +38,7 @@ class Args:
     size: Annotated[str | None, arg(metavar="HxW")] = None
     """World models: pixels, such as 480x832; the model's own by default."""
     plan: Annotated[str, arg(metavar="PLAN,PLAN,...")] = "auto"
-    """World models: serial, batched, by_step, by_block, by_block_batched, by_stage, circular; auto: all that fit."""
+    """World models: serial, whole, batched, by_step, by_block, by_block_batched, by_stage, circular; auto: all that fit."""
     decoder: Literal["none", "light", "vae"] = "none"
     """World models: what decodes, as a stage of its own."""
     streams: int = 1
