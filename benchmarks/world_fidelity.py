@@ -66,7 +66,9 @@ class Case:
         pace_s = self.interval_s or self._pace_s(profile, weather)
         # What an arrival or a cancel stirs up is through after the chunks that were under way.
         settle_s = (2.0 if self.interval_s else 1.2 * max(self.plan.credit(c) for c in self.classes)) * pace_s
-        part_s = settle_s + max(chunks * pace_s, LEAST_S * (1.0 if profile.work_s > 0.05 else 0.2))
+        least_s = LEAST_S * (1.0 if profile.work_s > 0.05 else 0.2)
+        # What is promised comes evenly; of what runs flat out, more chunks are needed for a mean.
+        part_s = settle_s + max(chunks * pace_s * (0.5 if self.interval_s else 1.0), least_s)
         if not self.changes:
             return replace(self._plain(part_s), spans=((settle_s, part_s),))
         entries = list(self._plain(3.0 * part_s).entries)
@@ -212,7 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
-    parser.add_argument("--chunks", type=int, default=6, help="chunks of a stream in a span")
+    parser.add_argument("--chunks", type=int, default=12, help="chunks of a stream in a span")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4], help="batch sizes to profile")
     parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--only", default="", help="cases whose name holds this")
