@@ -1,7 +1,7 @@
 """Attention of many queries for Hopper: tiles of Q, K and V come by TMA, straight from a KV arena or a fused product.
 
-One program takes a tile of packed query rows over all keys. A head size that is no power of two is taken in two parts (72 as
-64 and 16), padded on the chip: what lies outside of a head is read as zeros and never written.
+One program takes a tile of packed query rows over all keys. A head size that is no power of two is padded on the chip: what
+lies outside of a head is read as zeros and never written.
 
 Shape legend: B rows, T query tokens, N keys, S slots, P arena tokens, H query heads, K key/value heads, d head size,
 R = T H / K packed query rows of one key/value head.
@@ -55,10 +55,6 @@ def _tma_attention_kernel(
     k: tl.tensor,
     v: tl.tensor,
     out: tl.tensor,
-    q_rest: tl.tensor,
-    k_rest: tl.tensor,
-    v_rest: tl.tensor,
-    out_rest: tl.tensor,
     slots: tl.tensor,
     mask: tl.tensor,
     mask_b: tl.tensor,
@@ -71,7 +67,6 @@ def _tma_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD: tl.constexpr,
-    REST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK_M
     b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -80,17 +75,12 @@ def _tma_attention_kernel(
         page = tl.load(slots + b).to(tl.int32)
     q_tile = q.load([b, head, row, 0]).reshape(BLOCK_M, HEAD)
     acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-    if REST > 0:
-        q_more = q_rest.load([b, head, row, HEAD]).reshape(BLOCK_M, REST)
-        more = tl.zeros((BLOCK_M, REST), tl.float32)
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in tl.range(0, keys, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         k_tile = k.load([page, head, first, 0]).reshape(BLOCK_N, HEAD)
         scores = tl.dot(q_tile, k_tile.T)
-        if REST > 0:
-            scores = tl.dot(q_more, k_rest.load([page, head, first, HEAD]).reshape(BLOCK_N, REST).T, scores)
         if MASKED:
             valid = tl.load(mask + b.to(tl.int64) * mask_b + key, mask=key < keys, other=0) != 0
             scores = tl.where(valid[None, :], scores, -1.0e30)
@@ -104,15 +94,10 @@ def _tma_attention_kernel(
         top = new_top
         v_tile = v.load([page, head, first, 0]).reshape(BLOCK_N, HEAD)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
-        if REST > 0:
-            v_more = v_rest.load([page, head, first, HEAD]).reshape(BLOCK_N, REST)
-            more = tl.dot(weights.to(v_tile.dtype), v_more, more * shrink[:, None])
     share = 1.0 / total
     if MASKED:
         share = tl.where(top > -1.0e28, share, 0.0)
     out.store([b, head, row, 0], (acc * share[:, None]).to(out.dtype).reshape(1, 1, BLOCK_M, HEAD))
-    if REST > 0:
-        out_rest.store([b, head, row, HEAD], (more * share[:, None]).to(out.dtype).reshape(1, 1, BLOCK_M, REST))
 
 
 def tma_attention(
@@ -133,27 +118,19 @@ def tma_attention(
     keys, kv_heads = k_SPKd.shape[1:3]
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
     rows = tokens * heads // kv_heads
-    head, rest = _parts(head_dim)
+    head = max(block_of(head_dim), 16)
     mask = q_BTHd if mask_BN is None else mask_BN.view(torch.uint8) if mask_BN.dtype == torch.bool else mask_BN
     t = tiling
     sides = (_packed(q_BTHd, kv_heads), k_SPKd.transpose(1, 2), v_SPKd.transpose(1, 2), _packed(out, kv_heads))
     blocks = (t.block_m, t.block_n, t.block_n, t.block_m)
-    whole = [_tiles(x, rows_of, head) for x, rows_of in zip(sides, blocks, strict=True)]
-    more = [_tiles(x, rows_of, rest) for x, rows_of in zip(sides, blocks, strict=True)] if rest else whole
+    tiles = [_tiles(x, rows_of, head) for x, rows_of in zip(sides, blocks, strict=True)]
     _tma_attention_kernel[(cdiv(rows, t.block_m), batch * kv_heads)](
-        *whole, *more, q_BTHd if slots_B is None else slots_B, mask, mask.stride(0), keys,
+        *tiles, q_BTHd if slots_B is None else slots_B, mask, mask.stride(0), keys,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         KV_HEADS=kv_heads, INDEXED=slots_B is not None, MASKED=mask_BN is not None, EVEN=keys % t.block_n == 0,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, REST=rest, num_warps=t.warps, num_stages=t.stages,
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
-
-
-def _parts(head_dim: int) -> tuple[int, int]:
-    """Return the widths in which a head is taken: powers of two, 16 or more; the second is 0 where one will do."""
-    whole = max(block_of(head_dim), 16)
-    rest = max(block_of(head_dim - whole // 2), 16)
-    return (whole, 0) if whole <= 32 or whole == head_dim or rest == whole // 2 else (whole // 2, rest)
 
 
 def _packed(x_BTHd: Tensor, kv_heads: int) -> Tensor:
