@@ -23,7 +23,7 @@ from expert import Report, captured, config_of, denoise, prefix_of, replayed_ms
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.expert import PHASES, ExpertKernel, Keys, Scratch, Weights, expert_kernel
+from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Keys, Weights, expert_kernel
 from stretto.layers.kernels.attention import prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
@@ -57,14 +57,14 @@ class Case:
         residual = torch.randn(1, tokens, net.config.expert.width, device=device)
         self.stream = open_stream.reference(residual, self.norms.lines(0), net.dtype)
 
-    def run(self, phases: int | None = None, scratch: Scratch | None = None, stamps: Tensor | None = None) -> Stream:
+    def run(self, phases: int | None = None, board: Board | None = None, stamps: Tensor | None = None) -> Stream:
         lines = self.norms.lines(0), self.norms.lines(1)
-        more: dict[str, Any] = {"phases": phases, "scratch": scratch, "stamps": stamps}
+        more: dict[str, Any] = {"phases": phases, "board": board, "stamps": stamps}
         keys, eps = keys_of(self.prefix), self.norms.eps
         return self.kernel.run(self.stream, self.weights, lines, keys, theta=self.theta, eps=eps, **more)
 
-    def scratch(self) -> Scratch:
-        return Scratch.of(self.kernel.sizes, self.stream.residual_BTD.shape[1], self.net.table.device)
+    def board(self) -> Board:
+        return Board(self.kernel.sizes, self.stream.residual_BTD.shape[1], self.net.table.device)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -79,34 +79,32 @@ def check_phases(case: Case, layers: int = 2) -> list[dict[str, Any]]:
     for phase in range(layers * PHASES):
         layer, kind = divmod(phase, PHASES)
         block, (first, second, third) = blocks[layer], (norms.lines(2 * layer + i) for i in range(3))
-        scratch = case.scratch()
+        board = case.board()
         begin = time.monotonic()
-        case.run(phase + 1, scratch)
+        case.run(phase + 1, board)
         torch.cuda.synchronize()
         read = stream.scaled_BRD, stream.squares_MP
         if kind == 0:
             want = norm_qkv.reference(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=norms.eps)
-            got, fresh = scratch.fresh[None], scratch.fresh[None]
-            error = relative(got, want)
+            fresh = board.fresh(layer)[None]
+            error = relative(fresh, want)
         elif kind == 1:
             q, k, v = torch.split(fresh, [block.heads, 1, 1], dim=2)
             kept = prefix.k_SNPKd[:, layer], prefix.v_SNPKd[:, layer], prefix.slots_B
             named = {"key_mask_BP": prefix.mask_BP, "length_B": prefix.length_B}
             want = prefix_attention.reference(q, *kept, **named, k_suffix_BTKd=k, v_suffix_BTKd=v).flatten(2)
-            y = scratch.attended[None]
+            y = board.attended(layer)[None]
             error = relative(y, want)
         elif kind == 3:
             want = norm_geglu.reference(*read, block.gate_up.weight, second, norms.eps)
-            y = scratch.hidden[None]
+            y = board.hidden(layer)[None]
             error = relative(y, want)
         else:
             by = (block.out.weight, first, second) if kind == 2 else (block.down.weight, second, third)
             want = gated_linear.reference(y, by[0], stream.residual_BTD, *by[1:], dtype)
-            error = max(
-                relative(scratch.stream[None], want.scaled_BRD),
-                relative(scratch.squares.sum(-1), want.squares_MP.sum(-1)),
-            )
-            stream = Stream(want.residual_BTD, scratch.stream[None].clone(), scratch.squares.clone())
+            scaled, squares = board.stream(layer, end=kind == 4)
+            error = max(relative(scaled[None], want.scaled_BRD), relative(squares.sum(-1), want.squares_MP.sum(-1)))
+            stream = Stream(want.residual_BTD, scaled[None].clone(), squares.clone())
         seconds = round(time.monotonic() - begin, 2)
         rows.append({"kind": "phase", "phase": phase, "name": NAMES[kind], "error": error, "seconds": seconds})
     return rows

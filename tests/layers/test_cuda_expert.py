@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.expert import PHASES, ExpertKernel, Keys, Scratch, Weights, expert_kernel
+from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Keys, Weights, expert_kernel
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
@@ -31,9 +31,9 @@ class Call(NamedTuple):
     norms: list[Modulation]
     keys: Keys
 
-    def run(self, kernel: ExpertKernel, phases: int | None = None, scratch: Scratch | None = None) -> Stream:
+    def run(self, kernel: ExpertKernel, phases: int | None = None, board: Board | None = None) -> Stream:
         lines = self.norms[0], self.norms[1]
-        return kernel.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, phases=phases, scratch=scratch)
+        return kernel.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, phases=phases, board=board)
 
 
 def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
@@ -108,13 +108,13 @@ def on_device() -> ExpertKernel:
 def test_each_phase_leaves_what_its_separate_kernel_would(on_host: ExpertKernel) -> None:
     tokens = 5
     c = call(tokens, 77, 1)
-    scratch = Scratch.of(on_host.sizes, tokens, torch.device("cpu"))
-    end = c.run(on_host, scratch=scratch)
+    board = Board(on_host.sizes, tokens, torch.device("cpu"))
+    end = c.run(on_host, board=board)
     fresh, attended, middle, hidden, want = by_steps(c, c.stream, 0, torch.float32)
-    assert off_by(scratch.fresh, fresh[0]) < 8e-3
-    assert off_by(scratch.attended, attended[0]) < 8e-3
-    assert off_by(scratch.stream, middle.scaled_BRD[0]) < 8e-3
-    assert off_by(scratch.hidden, hidden[0]) < 8e-3
+    assert off_by(board.fresh(0), fresh[0]) < 8e-3
+    assert off_by(board.attended(0), attended[0]) < 8e-3
+    assert off_by(board.stream(0, end=False)[0], middle.scaled_BRD[0]) < 8e-3
+    assert off_by(board.hidden(0), hidden[0]) < 8e-3
     same_stream(end, want, 3e-3)
 
 
@@ -189,6 +189,6 @@ def test_the_kernel_on_the_device_leaves_what_separate_kernels_would(on_device: 
 @pytest.mark.gpu
 def test_a_run_that_stops_early_leaves_what_its_last_phase_made(on_device: ExpertKernel) -> None:
     c = call(50, 968, 1, "cuda")
-    scratch = Scratch.of(on_device.sizes, 50, torch.device("cuda"))
-    c.run(on_device, PHASES - 1, scratch)
-    assert off_by(scratch.hidden, by_steps(c, c.stream, 0)[3][0]) < 8e-3
+    board = Board(on_device.sizes, 50, torch.device("cuda"))
+    c.run(on_device, PHASES - 1, board)
+    assert off_by(board.hidden(0), by_steps(c, c.stream, 0)[3][0]) < 8e-3

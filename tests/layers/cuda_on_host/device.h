@@ -19,9 +19,10 @@
 #define ON_DEVICE inline
 using std::max;
 using std::min;
-struct uint2 { uint32_t x, y; };
+struct alignas(4) uchar4 { uint8_t x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 namespace host {
@@ -62,6 +63,7 @@ struct Fiber {
     void* stack_pointer;
     int cta, thread;
     bool done = false;
+    const char* waits = nullptr;
 };
 
 constexpr size_t STACK = 32 * 1024;
@@ -72,6 +74,7 @@ struct Grid {
     std::vector<Meeting> all, consumers;
     std::vector<std::vector<char>> shared;
     std::vector<Copy> copies;
+    std::vector<uint64_t> asleep;
     std::function<void(char*)> kernel;
     std::string fault;
     void* scheduler;
@@ -163,6 +166,16 @@ inline void deliver(bool everything) {
     }
 }
 
+// What the first waiting threads wait for.
+inline std::string whereabouts() {
+    std::string text;
+    int said = 0;
+    for (Fiber& f : grid->fibers)
+        if (!f.done && f.thread % 32 == 0 && said++ < 12)
+            text += "; CTA " + std::to_string(f.cta) + " thread " + std::to_string(f.thread) + " for " + (f.waits == nullptr ? "others" : f.waits);
+    return text;
+}
+
 template <class Kernel>
 const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
     static std::string fault;
@@ -171,7 +184,7 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
     states().clear();
     grid->threads = threads, grid->kernel = kernel;
     grid->fibers.resize(ctas * threads), grid->warps.resize(ctas * threads / 32);
-    grid->all.resize(ctas), grid->consumers.resize(ctas);
+    grid->all.resize(ctas), grid->consumers.resize(ctas), grid->asleep.resize(ctas);
     // Bits that are no number: nobody may depend on what shared memory holds at first.
     grid->shared.assign(ctas, std::vector<char>(shared_bytes + 128, char(0xff)));
     const size_t bytes = grid->fibers.size() * STACK;
@@ -191,6 +204,15 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
         any = false;
         deliver(false);
         for (size_t warp = 0; warp < grid->fibers.size(); warp += 32) {
+            // Some CTAs are slow for a while.
+            if (warp % grid->threads == 0) {
+                uint64_t& until = grid->asleep[warp / grid->threads];
+                if (until <= grid->passes && grid->next_random() % 64 == 0) until = grid->passes + grid->next_random() % 64;
+            }
+            if (grid->asleep[warp / grid->threads] > grid->passes) {
+                for (size_t i = warp; i < warp + 32; ++i) any = any || !grid->fibers[i].done;
+                continue;
+            }
             // A warp goes on while any of its threads can: what it uses stays in the CPU's caches.
             for (uint64_t before = grid->moves - 1; before != grid->moves;) {
                 before = grid->moves;
@@ -202,7 +224,7 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
                 }
             }
         }
-        if (any && grid->copies.empty() && grid->passes - grid->progress > 100) grid->fault = "every thread waits";
+        if (any && grid->copies.empty() && grid->passes - grid->progress > 400) grid->fault = "every thread waits" + whereabouts();
     }
     munmap(stacks, bytes);
     fault = grid->fault;
@@ -231,10 +253,35 @@ inline int thread_id_anew() { return thread_id(); }
 inline uint32_t hidden_zero() { return 0; }
 inline int block_id() { return host::grid->now->cta; }
 inline long long ticks() { return (long long)(host::grid->passes); }
-inline uint4 load_fresh(const void* p) { return *static_cast<const uint4*>(p); }
-inline float4 load_fresh4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-inline float2 load_fresh2(const float* p) { return *reinterpret_cast<const float2*>(p); }
-inline float load_fresh1(const float* p) { return *p; }
+constexpr uint32_t ABSENT = 0xffffffffu;
+template <class T>
+T peek(const void* p) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) host::fail("a word is not aligned");
+    return *static_cast<const T*>(p);
+}
+template <class T>
+void post(void* p, T v) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) host::fail("a word is not aligned");
+    *static_cast<T*>(p) = v;
+    host::moved();
+}
+inline uint4 peek4(const void* p) { return peek<uint4>(p); }
+inline uint2 peek2(const void* p) { return peek<uint2>(p); }
+inline void post4(void* p, uint4 v) { post(p, v); }
+inline void post2(void* p, uint2 v) { post(p, v); }
+inline void post1(void* p, uint32_t v) { post(p, v); }
+inline bool absent(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) == ABSENT; }
+inline bool absent(const uint2& v) { return max(v.x, v.y) == ABSENT; }
+inline float as_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
 inline uint32_t pack(float low, float high) { return host::to_bf16(low) | host::to_bf16(high) << 16; }
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
@@ -335,19 +382,20 @@ inline void barrier_arrive_expecting(Barrier* b, uint32_t bytes) {
 }
 inline void barrier_wait(Barrier* b, uint32_t parity) {
     // Passed once the phase of this parity is complete.
+    host::grid->now->waits = "a stage";
     while (host::state_of(b).phase == parity) host::yield();
+    host::grid->now->waits = nullptr;
 }
 inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) host::fail("a copied row is not aligned");
     host::grid->copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, b, host::grid->passes + host::grid->next_random() % 12});
 }
 inline void before_copies() {}
-inline void count_up(uint32_t* counter) {
-    ++*counter;
-    host::moved();
-}
-inline void await_count(const uint32_t* counter, uint32_t wanted) {
-    while (int32_t(*counter - wanted) < 0) host::yield();
+template <class Again>
+void until_there(const char* what, Again again) {
+    host::grid->now->waits = what;
+    while (again()) host::yield();
+    host::grid->now->waits = nullptr;
 }
 
 }  // namespace device

@@ -34,11 +34,32 @@ ON_DEVICE void lost(const char* what, int where, uint32_t seen, uint32_t wanted)
     __trap();
 }
 
-// Read from the second-level cache: what other CTAs wrote is never in the first-level one.
-ON_DEVICE uint4 load_fresh(const void* p) { return __ldcg(static_cast<const uint4*>(p)); }
-ON_DEVICE float4 load_fresh4(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
-ON_DEVICE float2 load_fresh2(const float* p) { return __ldcg(reinterpret_cast<const float2*>(p)); }
-ON_DEVICE float load_fresh1(const float* p) { return __ldcg(p); }
+// CTAs hand each other 32-bit words that say of themselves whether they are there: nothing computed has all bits set, neither
+// a float nor a pair of bf16 (results that are no number have one fixed pattern, another one). So no barrier is needed, and
+// no fence: who reads asks again until all words are there. Reads and writes go to the second-level cache.
+constexpr uint32_t ABSENT = 0xffffffffu;
+
+ON_DEVICE uint4 peek4(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+ON_DEVICE uint2 peek2(const void* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+ON_DEVICE void post4(void* p, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+ON_DEVICE void post2(void* p, uint2 v) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+ON_DEVICE void post1(void* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+ON_DEVICE bool absent(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) == ABSENT; }
+ON_DEVICE bool absent(const uint2& v) { return max(v.x, v.y) == ABSENT; }
+ON_DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
+ON_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 
 // Two floats as bf16, the first one in the low half.
 ON_DEVICE uint32_t pack(float low, float high) {
@@ -124,17 +145,13 @@ ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) 
 // Between what threads wrote and an asynchronous copy that reads or overwrites it.
 ON_DEVICE void before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-ON_DEVICE void count_up(uint32_t* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-ON_DEVICE void await_count(const uint32_t* counter, uint32_t wanted) {
+// Repeat `again` until it says no.
+template <class Again>
+ON_DEVICE void until_there(const char* what, Again again) {
+    if (!again()) return;
     const long long begin = ticks();
-    for (;;) {
-        uint32_t seen;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (int32_t(seen - wanted) >= 0) return;
-        if (ticks() - begin > PATIENCE) lost("counter", 0, seen, wanted);
-    }
+    while (again())
+        if (ticks() - begin > PATIENCE) lost(what, 0, 0, 0);
 }
 
 }  // namespace device

@@ -27,8 +27,7 @@ expert::Arguments read(const int64_t* words, const float* reals) {
     a.line_step = w.number(), a.norm_step = w.number();
     w.to(a.line), w.to(a.residual), w.to(a.squares), w.to(a.scaled);
     w.to(a.residual_out), w.to(a.scaled_out), w.to(a.squares_out);
-    w.to(a.fresh), w.to(a.attended), w.to(a.hidden), w.to(a.stream), w.to(a.stream_squares);
-    w.to(a.tile_parts), w.to(a.query_parts), w.to(a.tops), w.to(a.totals), w.to(a.counters), w.to(a.stamps);
+    w.to(a.board), w.to(a.stamps);
     for (int i = 0; i < a.depth && i < expert::MAX_LAYERS; ++i)
         w.to(a.layers[i].qkv), w.to(a.layers[i].out), w.to(a.layers[i].gate_up), w.to(a.layers[i].down);
     a.log2_theta = reals[0], a.eps = reals[1];
@@ -76,8 +75,8 @@ extern "C" const char* stretto_expert_launch(int, const int64_t* words, const fl
 // Sizes that the caller checks and allocates by.
 extern "C" void stretto_expert_sizes(int64_t* sizes) {
     const int64_t all[] = {expert::WIDTH, expert::HEADS, expert::HEAD, expert::MLP, expert::MAX_LAYERS, expert::MAX_TOKENS,
-                           expert::MAX_PREFIX, expert::TILES, expert::TILE_PARTS, expert::QUERY_PARTS,
-                           int64_t(expert::SPANS) * expert::ALL_QUERIES, expert::COUNTERS, expert::CTAS,
-                           int64_t(expert::CTAS) * expert::MAX_LAYERS * expert::PHASES * 8};
+                           expert::MAX_PREFIX, expert::TILES, expert::CTAS, int64_t(expert::CTAS) * expert::MAX_LAYERS * expert::PHASES * 8,
+                           expert::WORDS, expert::OF_LAYER, expert::FRESH, expert::ATTENDED, expert::HIDDEN, expert::MIDDLE,
+                           expert::END, expert::MIDDLE_SQUARES, expert::END_SQUARES};
     std::memcpy(sizes, all, sizeof all);
 }

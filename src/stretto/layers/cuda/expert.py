@@ -36,12 +36,17 @@ class Sizes(NamedTuple):
     max_tokens: int
     max_prefix: int
     tiles: int
-    tile_parts: int
-    query_parts: int
-    tops: int
-    counters: int
     ctas: int
     stamps: int
+    words: int
+    of_layer: int
+    fresh: int
+    attended: int
+    hidden: int
+    middle: int
+    end: int
+    middle_squares: int
+    end_squares: int
 
 
 class Weights(NamedTuple):
@@ -64,39 +69,35 @@ class Keys(NamedTuple):
     starts_B: Tensor
 
 
-class Scratch(NamedTuple):
-    """What phases hand to each other."""
+class Board:
+    """What CTAs hand to each other in one call; kept by those who look at what a phase left."""
 
-    fresh: Tensor
-    attended: Tensor
-    hidden: Tensor
-    stream: Tensor
-    squares: Tensor
-    tile_parts: Tensor
-    query_parts: Tensor
-    tops: Tensor
-    totals: Tensor
-    counters: Tensor
+    def __init__(self, sizes: Sizes, tokens: int, device: torch.device) -> None:
+        self.sizes, self.tokens = sizes, tokens
+        # A word with all bits set is not there yet.
+        self.words = torch.full((sizes.words,), -1, dtype=torch.int32, device=device)
 
-    @staticmethod
-    def of(sizes: Sizes, tokens: int, device: torch.device) -> Scratch:
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+    def fresh(self, layer: int) -> Tensor:
+        """Queries, keys and values as the first phase leaves them, [T, H + 2, d]."""
+        s = self.sizes
+        return self._half(layer, s.fresh, (s.heads + 2) * s.head_dim).view(self.tokens, -1, s.head_dim)
 
-        inner, half = sizes.heads * sizes.head_dim, torch.bfloat16
-        return Scratch(
-            empty(tokens, sizes.heads + 2, sizes.head_dim, dtype=half),
-            empty(tokens, inner, dtype=half),
-            empty(tokens, sizes.mlp, dtype=half),
-            empty(tokens + 1, sizes.width, dtype=half),
-            empty(tokens, sizes.tiles),
-            empty(sizes.tile_parts),
-            empty(sizes.query_parts),
-            empty(sizes.tops),
-            empty(sizes.tops),
-            # The kernel counts up from zero.
-            torch.zeros(sizes.counters, dtype=torch.int32, device=device),
-        )
+    def attended(self, layer: int) -> Tensor:
+        return self._half(layer, self.sizes.attended, self.sizes.heads * self.sizes.head_dim)
+
+    def hidden(self, layer: int) -> Tensor:
+        return self._half(layer, self.sizes.hidden, self.sizes.mlp)
+
+    def stream(self, layer: int, end: bool) -> tuple[Tensor, Tensor]:
+        """The stream in the middle or at the end of a layer: scaled rows [T + 1, D], squares [T, parts]."""
+        s = self.sizes
+        scaled = self._half(layer, s.end if end else s.middle, s.width, self.tokens + 1)
+        at = layer % 2 * s.of_layer + (s.end_squares if end else s.middle_squares)
+        return scaled, self.words[at : at + self.tokens * s.tiles].view(torch.float32).view(self.tokens, s.tiles)
+
+    def _half(self, layer: int, at: int, width: int, rows: int | None = None) -> Tensor:
+        rows, begin = self.tokens if rows is None else rows, layer % 2 * self.sizes.of_layer + at
+        return self.words[begin : begin + rows * width // 2].view(torch.bfloat16).view(rows, width)
 
 
 class ExpertKernel:
@@ -153,21 +154,21 @@ class ExpertKernel:
         theta: float,
         eps: float,
         phases: int | None = None,
-        scratch: Scratch | None = None,
+        board: Board | None = None,
         stamps: Tensor | None = None,
     ) -> Stream:
         """Return the stream behind the last layer, scaled rows in fp32.
 
         Args:
             lines: the modulations of the first two norms; those of the others follow at the same distance.
-            phases: stop after this many of the five of each layer; what they left is in `scratch`.
+            phases: stop after this many of the five of each layer; what the last layer's left is on `board`.
 
         Raises:
             RuntimeError: if the launch is refused.
         """
         residual, device, sizes = stream.residual_BTD.contiguous(), stream.residual_BTD.device, self.sizes
         tokens = residual.shape[1]
-        scratch = scratch or Scratch.of(sizes, tokens, device)
+        board = board or Board(sizes, tokens, device)
         out = Stream(
             torch.empty_like(residual),
             torch.empty(1, tokens + 1, sizes.width, dtype=torch.float32, device=device),
@@ -183,7 +184,7 @@ class ExpertKernel:
             line.table.data_ptr(), line.stride, norm_step,
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
-            *(x.data_ptr() for x in (*out, *scratch)),
+            *(x.data_ptr() for x in out), board.words.data_ptr(),
             0 if stamps is None else stamps.data_ptr(),
             *(w.data_ptr() for layer in weights for w in layer),
         ]  # fmt: skip

@@ -51,31 +51,30 @@ struct Span {
         first = suffix ? 0 : cut * each;
         keys = suffix ? a.tokens : max(min(first + each, bound) - first, 0);
     }
+    // Each CTA of a block joins the spans of some of its rows, two warps a row.
+    ON_DEVICE bool shares(int warp) const { return cut + warp / 2 * SPANS < QUERIES; }
+    ON_DEVICE int shared_query(int warp) const { return block * QUERIES + cut + warp / 2 * SPANS; }
+    ON_DEVICE uint32_t* sums(const Arguments& a, int of, int query) const {
+        return a.board + SPAN_SUMS + (of * ALL_QUERIES + query) * HEAD;
+    }
+    ON_DEVICE uint32_t* tops(const Arguments& a, int half, int of, int query) const {
+        return a.board + SPAN_TOPS + ((half * SPANS + of) * ALL_QUERIES + query) * 2;
+    }
 };
-
-ON_DEVICE uint32_t grid_target(int phases_done) { return uint32_t(phases_done) * CTAS; }
 
 // The first of the two columns of a pair; the second is HALF further.
 ON_DEVICE int column_of_pair(int pair) { return pair / HALF * HEAD + pair % HALF; }
 
-ON_DEVICE void feed_keys(const Arguments& a, Ring& ring, const Span& span, int phase, int lane) {
+// The suffix's keys are put into their stages by those who read them.
+ON_DEVICE void feed_keys(const Arguments& a, Ring& ring, const Span& span, int layer, int lane) {
     if (!span.any) return;
-    const int layer = phase / PHASES;
-    const bf16 *k = a.fresh + HEADS * HEAD, *v = k + HEAD;
-    int64_t step = QKV;
-    if (span.suffix) {
-        // Other CTAs have just written these.
-        if (lane == 0) device::await_count(a.counters, grid_target(phase));
-        device::sync_warp();
-        device::before_copies();
-    } else {
-        const int64_t at = *a.slot * a.slot_step + layer * a.layer_step;
-        k = a.k + at, v = a.v + at, step = a.token_step;
-    }
+    const int64_t at = *a.slot * a.slot_step + layer * a.layer_step, step = a.token_step;
+    const bf16 *k = a.k + at, *v = a.v + at;
+    const int keys = span.suffix ? 0 : span.keys;
     for (int first = 0; first < SPAN_KEYS; first += 32)
-        ring.fill(lane, min(max(span.keys - first, 0), 32), k + (span.first + first + lane) * step, HEAD * 2, ROW_512);
+        ring.fill(lane, min(max(keys - first, 0), 32), k + (span.first + first + lane) * step, HEAD * 2, ROW_512);
     for (int first = 0; first < SPAN_KEYS; first += 32)
-        ring.fill(lane, min(max(span.keys - first, 0), 32), v + (span.first + first + lane) * step, HEAD * 2, ROW_TRANSPOSED);
+        ring.fill(lane, min(max(keys - first, 0), 32), v + (span.first + first + lane) * step, HEAD * 2, ROW_TRANSPOSED);
 }
 
 ON_DEVICE void feed(const Arguments& a, char* shared, int lane) {
@@ -93,7 +92,7 @@ ON_DEVICE void feed(const Arguments& a, char* shared, int lane) {
                 }
                 break;
             case 1:
-                feed_keys(a, ring, span, phase, lane);
+                feed_keys(a, ring, span, phase / PHASES, lane);
                 break;
             case 2:
                 for (int first = 0; first < TILE; first += 32) {

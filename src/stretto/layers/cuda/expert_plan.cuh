@@ -1,8 +1,9 @@
 // Sizes of the expert's kernel, how its work is cut over CTAs, and its arguments.
 //
-// A layer is five phases with a barrier over the grid after each: query, key and value (0); attention (1); output (2);
-// gate and up (3); down (4). What is static, weights and the prefix's keys and values, comes through a ring of stages in
-// shared memory that one warp keeps filling, phases ahead of the eight warps that compute.
+// A layer is five phases: query, key and value (0); attention (1); output (2); gate and up (3); down (4). What is static,
+// weights and the prefix's keys and values, comes through a ring of stages in shared memory that one warp keeps filling,
+// phases ahead of the eight warps that compute. What CTAs make for each other goes over a board in memory, whose words say
+// of themselves whether they are there.
 #pragma once
 
 #include <cstdint>
@@ -39,13 +40,16 @@ constexpr int VALID_AT = ANGLES_AT + ROWS * PAIRS * 8, BARRIERS_AT = VALID_AT + 
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
 static_assert(SHARED_BYTES <= 227 * 1024 && BARRIERS_AT % 8 == 0);
 
-// Counters, each in a line of its own: the grid's, then those of the tiles, then those of the query blocks.
-constexpr int COUNTER_STEP = 32, TILE_COUNTERS = 1, QUERY_COUNTERS = TILE_COUNTERS + TILES;
-constexpr int COUNTERS = (QUERY_COUNTERS + ALL_QUERIES / QUERIES) * COUNTER_STEP;
-
-// Parts in memory: sums of the cuts of a product, then of those of attention with their tops and totals.
-constexpr int64_t TILE_PARTS = int64_t(TILES) * CUTS * ROWS * TILE;
-constexpr int64_t QUERY_PARTS = int64_t(SPANS) * ALL_QUERIES * HEAD;
+// The board, in words. What many read is there twice, for even and odd layers: a layer's is cleared by who wrote it during
+// the next layer, when all have read it. What one thread reads is cleared by that thread.
+constexpr int64_t FRESH = 0, ATTENDED = FRESH + MAX_TOKENS * QKV / 2, HIDDEN = ATTENDED + MAX_TOKENS * INNER / 2;
+constexpr int64_t MIDDLE = HIDDEN + MAX_TOKENS * MLP / 2, END = MIDDLE + (MAX_TOKENS + 1) * WIDTH / 2;
+constexpr int64_t MIDDLE_SQUARES = END + (MAX_TOKENS + 1) * WIDTH / 2, END_SQUARES = MIDDLE_SQUARES + ROWS * TILES;
+constexpr int64_t OF_LAYER = END_SQUARES + ROWS * TILES;
+constexpr int64_t PRODUCTS = 2 * OF_LAYER, OF_PRODUCT = int64_t(TILES) * CUTS * MAX_TOKENS * TILE;
+constexpr int64_t SPAN_SUMS = PRODUCTS + 2 * OF_PRODUCT, SPAN_TOPS = SPAN_SUMS + int64_t(SPANS) * ALL_QUERIES * HEAD;
+constexpr int64_t WORDS = SPAN_TOPS + 2 * SPANS * ALL_QUERIES * 2;
+static_assert(OF_LAYER % 4 == 0 && HIDDEN % 4 == 0 && MIDDLE % 4 == 0 && SPAN_SUMS % 4 == 0 && SPAN_TOPS % 4 == 0);
 
 using bf16 = uint16_t;
 
@@ -67,12 +71,20 @@ struct Arguments {
     const float *residual, *squares;
     const bf16* scaled;
     float *residual_out, *scaled_out, *squares_out;
-    bf16 *fresh, *attended, *hidden, *stream;  // [tokens, 10, 256], [tokens, 2048], [tokens, 4096], [tokens + 1, 1024]
-    float *stream_squares, *tile_parts, *query_parts, *tops, *totals;
-    uint32_t* counters;
+    uint32_t* board;    // all absent at first
     long long* stamps;  // null: none are taken
     int32_t depth, phases, tokens, prefix, square_parts;
     float log2_theta, eps;
+
+    ON_DEVICE uint32_t* of_layer(int layer, int64_t at) const { return board + layer % 2 * OF_LAYER + at; }
+    // [tokens, 10, 256], [tokens, 8, 256], [tokens, 4096], [tokens + 1, 1024] twice; [tokens, tiles] twice
+    ON_DEVICE bf16* fresh(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, FRESH)); }
+    ON_DEVICE bf16* attended(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, ATTENDED)); }
+    ON_DEVICE bf16* hidden(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, HIDDEN)); }
+    ON_DEVICE bf16* middle(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, MIDDLE)); }
+    ON_DEVICE bf16* end(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, END)); }
+    ON_DEVICE uint32_t* middle_squares(int layer) const { return of_layer(layer, MIDDLE_SQUARES); }
+    ON_DEVICE uint32_t* end_squares(int layer) const { return of_layer(layer, END_SQUARES); }
 };
 
 }  // namespace expert
