@@ -128,16 +128,19 @@ def check_whole(case: Case) -> dict[str, Any]:
 
 
 def time_whole(case: Case) -> dict[str, Any]:
-    """Time one step's layers, ten launches in a graph."""
+    """Time one step's layers, ten launches in a graph; and launches that do nothing, with all that goes along."""
+    result = {}
+    for name, phases in (("step_us", None), ("launch_us", 0), ("first_layer_us", PHASES)):
 
-    def ten() -> Tensor:
-        for _ in range(10):
-            out = case.run()
-        return out.scaled_BRD
+        def ten(phases: int | None = phases) -> Tensor:
+            for _ in range(10):
+                out = case.run(phases)
+            return out.scaled_BRD
 
-    graph, _ = captured(ten)
-    times = replayed_ms(graph)
-    return {"step_us": {name: round(ms * 100, 1) for name, ms in times.items()}}
+        graph, _ = captured(ten)
+        times = replayed_ms(graph)
+        result[name] = {key.removesuffix("ms") or "median": round(ms * 100, 1) for key, ms in times.items()}
+    return result
 
 
 def stamped(case: Case) -> dict[str, Any]:

@@ -151,6 +151,16 @@ struct Factors {
     ON_DEVICE Factors(const Who& who, const Arguments& a, const uint32_t* squares) {
         at = squares + who.thread * TILES, mine = who.thread < a.tokens;
     }
+    // A warp reads 32 rows of 4 parts of the stream. It asks for them when their sums are there, which were written after them.
+    ON_DEVICE void await(const Who& who, const Arguments& a, const uint32_t* squares) {
+        const int row = who.half * 32 + who.lane;
+        if (row < a.tokens) {
+            const uint32_t* at = squares + row * TILES + who.group * (TILES / GROUPS);
+            static_assert(TILES / GROUPS == 4);
+            device::until_there("a stream", [&] { return device::absent(device::peek4(at)); });
+        }
+        device::sync_warp();
+    }
     ON_DEVICE void ask() {
         if (!mine) return;
 #pragma unroll
@@ -204,7 +214,9 @@ ON_DEVICE void query_key_value(
     float* sums = room.sums();
     Factors factors(who, a, a.end_squares(max(layer - 1, 0)));
     const auto ask = [&] {
-        if (layer > 0) factors.ask();
+        if (layer == 0) return;
+        factors.await(who, a, a.end_squares(layer - 1));
+        factors.ask();
     };
     product<WIDTH / GROUPS, ROW_2048, 1, PAIR_STEP>(who, ring, sums, x, WIDTH, a.tokens + 1, 3, ask, [&] {
         layer > 0 ? factors.make(who, a, room.factors()) : factors.make_given(who, a, room.factors());
@@ -535,7 +547,7 @@ ON_DEVICE void gate_and_up(const Who& who, const Arguments& a, Ring& ring, const
     float* sums = room.sums();
     Factors factors(who, a, a.middle_squares(layer));
     product<WIDTH / GROUPS, ROW_2048, 1, SUM_STEP>(
-        who, ring, sums, a.middle(layer), WIDTH, a.tokens + 1, TILE / 8, [&] { factors.ask(); },
+        who, ring, sums, a.middle(layer), WIDTH, a.tokens + 1, TILE / 8, [&] { factors.await(who, a, a.middle_squares(layer)), factors.ask(); },
         [&] { factors.make(who, a, room.factors()); });
     stamp(a, phase, 1);
     // A thread has the same two columns in all its rows.
