@@ -41,6 +41,15 @@ class Demand:
         return self.chunks_hz * self.executed_steps
 
 
+def beats_passed(planned_s: float, free_s: float, period_s: float) -> int:
+    """Return which beat after a planned one a robot that is free again observes for: the next, or the newest it has missed.
+
+    A robot that waited beyond a beat observes at once and is back on its grid afterwards; beats that passed altogether are
+    lost.
+    """
+    return max(1, int((free_s - planned_s) / period_s + 1e-9))
+
+
 class Server(Protocol):
     name: str
 
@@ -83,6 +92,8 @@ class Trial:
         self.server, self.demand, self.robots, self.inputs = server, demand, robots, inputs
         self.rng = np.random.default_rng(seed)
         self.asked: list[Asked] = []
+        self.skipped: list[tuple[int, float]] = []
+        """Robot and time of each beat at which it was still waiting and for which it never observed."""
         self._events: list[_Event] = []
         self._numbers = 0
         self._wake = threading.Condition()
@@ -141,9 +152,10 @@ class Trial:
             self._next(robot, planned_s, now_s)
 
     def _next(self, robot: int, planned_s: float, free_s: float) -> None:
-        """Plan the next observation on the robot's own grid; one that waited for an answer skips the beats it missed."""
+        """Plan the next observation on the robot's own grid; one that waited beyond its beat observes as soon as it can."""
         period_s = self.demand.period_s
-        beats = max(1, int(np.ceil((free_s - planned_s) / period_s - 1e-9)))
+        beats = beats_passed(planned_s, free_s, period_s)
+        self.skipped += [(robot, planned_s + i * period_s) for i in range(1, beats)]
         grid_s = planned_s + beats * period_s
         off_s = float(self.rng.uniform(-1, 1)) * self.demand.jitter * period_s
         self._at(max(free_s, grid_s + off_s), lambda: self._observe(robot, grid_s))
@@ -172,13 +184,23 @@ class Trial:
             self._wake.notify()
 
 
-def summary(asked: Sequence[Asked], robots: int, demand: Demand, warmup_s: float, seconds: float) -> dict[str, Any]:
-    """Return what one trial found; the first `warmup_s` do not count."""
-    begin_s = min(a.observed_s for a in asked) + warmup_s
+def summary(
+    asked: Sequence[Asked],
+    robots: int,
+    demand: Demand,
+    warmup_s: float,
+    seconds: float,
+    skipped: Sequence[tuple[int, float]] = (),
+) -> dict[str, Any]:
+    """Return what one trial found; the first `warmup_s` do not count. `skipped` are a trial's beats without a request."""
+    first_s = min(a.observed_s for a in asked)
+    begin_s = first_s + warmup_s
     counted = [a for a in asked if a.observed_s >= begin_s]
+    lost = [robot for robot, beat_s in skipped if begin_s <= beat_s < first_s + seconds]
     answered = [a for a in counted if a.chunk is not None]
     by_robot = [[a for a in counted if a.robot == r] for r in range(robots)]
-    missed = [sum(a.status != "ok" for a in mine) / len(mine) for mine in by_robot if mine]
+    beats = [len(mine) + lost.count(robot) for robot, mine in enumerate(by_robot)]
+    missed = [1 - sum(a.status == "ok" for a in mine) / n for mine, n in zip(by_robot, beats, strict=True) if n]
     reasons = sorted({a.reason for a in counted if a.reason})
     latencies = [a.latency_s * 1e3 for a in answered] or [float("nan")]
     batches = [max(a.chunk.batch_sizes.values()) for a in answered if a.chunk] or [0]
@@ -188,9 +210,10 @@ def summary(asked: Sequence[Asked], robots: int, demand: Demand, warmup_s: float
         "requests": len(counted),
         "demand_chunks_s": round(robots * demand.chunks_hz, 3),
         "goodput_chunks_s": round(on_time / (seconds - warmup_s), 3),
-        "missed": round(1 - on_time / len(counted), 5) if counted else 1.0,
+        "missed": round(1 - on_time / sum(beats), 5) if counted else 1.0,
         "missed_worst_robot": round(max(missed), 5) if missed else 1.0,
         "late": sum(a.status == "late" for a in counted),
+        "skipped": len(lost),
         "refused": {reason: sum(a.reason == reason for a in counted) for reason in reasons},
         "latency_ms_p50": round(float(np.quantile(latencies, 0.5)), 3),
         "latency_ms_p99": round(float(np.quantile(latencies, 0.99)), 3),

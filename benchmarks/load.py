@@ -1,27 +1,28 @@
 """How many robots one device keeps on time: deadline-aware batching against one request at a time, in one process.
 
-    python benchmarks/load.py --out benchmarks/results/load_h200.json                   # pi0.5 at true shape
-    python benchmarks/load.py --model tiny --device cpu --seconds 1                      # anywhere
+    python benchmarks/load.py --precision fp8,dtype --seconds 1.5 --budget 92 --out FILE           # pi0.5 at true shape
+    python benchmarks/load.py --model tiny --device cpu --precision dtype,fp8-emulated --seconds 1     # anywhere
 
 A robot asks for a chunk so and so many times a second, and executes so many of its actions. A request is on time if its
 actions are back at the robot within the deadline, counted from the observation, both ways of the network included; a request
-that is refused, superseded or late is a miss. `--demand CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS` may be said more than once.
-Robots start at random phases and their periods jitter. `closed` robots wait for an answer before they observe again, `open`
-ones observe on schedule whatever happened.
+that is refused, superseded or late is a miss, and so is a beat that passed while a robot waited for the answer to another.
+`--demand CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][@PRECISION]` may be said more than once; without @ each precision is
+run, both servers always in the same. Robots start at random phases and their periods jitter. `closed` robots wait for an
+answer before they observe again, `open` ones observe on schedule whatever happened, so that a deadline may exceed the period.
 
-The largest number of robots is the largest one at which at most 1 % of all requests miss, in a longer run at that number.
-Then each server is given 1.5 and 2 times as many as it can serve, and the other server's own largest number. Inputs differ
-from request to request; the host's packing, both copies and the whole route are in the time, pixels arrive at the model's
-size. The file is written after every step.
+The largest number of robots is the largest one at which at most 1 % of all beats miss, in a longer run at that number.
+Then each server is given 1.5 and 2 times as many as it can serve, and the other as many as ours serves. Inputs differ from
+request to request; the host's packing, both copies and the whole route are in the time, pixels arrive at the model's size.
+FP8 scales are those of random inputs, as the weights are. The file is written after every step; what there is no time for is a
+row that says so. `load_predict.py FILE` then puts the simulator's word beside each row, also for servers of other speeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,17 +31,22 @@ from typing import Any
 import numpy as np
 import torch
 from fcfs_single_flight import Inputs, SingleFlight
-from fleet import Asked, Demand, Server, Trial, summary, trace_lines
+from fleet import Demand, Server
+from load_search import RULE, Report, Search, compare, write_traces
 
 from stretto.core.chunk import Chunk
 from stretto.core.plan import Device, Mode, Placement, Plan, per_visit, whole
 from stretto.core.route import Route
+from stretto.deploy.calibration import calibrate_at_random
+from stretto.deploy.precision import check_precision, use_fp8
 from stretto.deploy.provenance import provenance
 from stretto.models import pi0
 from stretto.runtime.engine import Engine, Stream
 
-MISSES = 0.01
 SETS = 16  # different inputs in turn
+DEMANDS = ("10:5:100", "10:5:200:open", "5:10:200")
+Wanted = tuple[float, int, float, str, str]
+"""Chunks/s, steps executed, deadline in ms, loop or "", precision or ""."""
 
 
 def cut(route: Route, kind: str, device: str, cap: int, mode: Mode) -> Plan:
@@ -82,56 +88,6 @@ class DeadlineAware:
 
     def close(self) -> None:
         self.engine.close()
-
-
-@dataclass(frozen=True)
-class Search:
-    """Finds the largest number of robots that a server keeps on time."""
-
-    demand: Demand
-    inputs: Sequence[Inputs]
-    seconds: float
-    most: int = 256
-
-    def trial(self, server: Server, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Asked]]:
-        seconds = seconds or self.seconds
-        asked = Trial(server, self.demand, robots, self.inputs, seed=robots).run(seconds)
-        found = summary(asked, robots, self.demand, min(1.0, seconds / 5), seconds)
-        told = f"{100 * found['missed']:.2f} % missed, p99 {found['latency_ms_p99']:.1f} ms, {found['goodput_chunks_s']} good/s"
-        print(f"  {server.name}: {robots} robots, {told}, refused {found['refused']}", flush=True)
-        return found, asked
-
-    def largest(self, server: Server, guess: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]], list[Asked]]:
-        """Walk from a guess to where it fails, bisect, and confirm in a run twice as long.
-
-        Returns the confirmed run (zero robots if none holds), all short ones, and what was asked in the confirmed one.
-        """
-        tried: list[dict[str, Any]] = []
-
-        def holds(robots: int) -> bool:
-            tried.append(self.trial(server, robots)[0])
-            return bool(tried[-1]["missed"] <= MISSES)
-
-        guess = min(max(1, guess), self.most)
-        low, high, step = 0, self.most + 1, max(1, guess // 8)
-        if holds(guess):
-            low = guess
-            while low + step <= self.most and holds(low + step):
-                low, step = low + step, 2 * step
-            high = min(high, low + step)
-        else:
-            high = guess
-            while high - step > 0 and not holds(high - step):
-                high, step = high - step, 2 * step
-            low = max(0, high - step)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if holds(middle) else (low, middle)
-        for robots in range(low, 0, -1):
-            found, asked = self.trial(server, robots, 2 * self.seconds)
-            if found["missed"] <= MISSES:
-                return found, tried, asked
-        return {"robots": 0, "missed": 0.0, "goodput_chunks_s": 0.0}, tried, []
 
 
 def make_model(name: str, device: str, dtype: str, rtc: tuple[str, ...]) -> Any:
@@ -177,66 +133,87 @@ def service_ms(engine: Engine, rows: int) -> float:
 
 
 @dataclass
-class Report:
-    """What is known so far; written down after every step."""
+class Bench:
+    """Both servers in each precision; those of one are made when it is first asked for."""
 
-    fixed: Mapping[str, Any]
-    out: Path | None
-    demands: list[dict[str, Any]] = field(default_factory=list)
+    options: argparse.Namespace
+    model: Any
+    prompt: int
+    report: Report
+    inputs: list[Inputs]
+    longest_s: float = 0.0
+    """What the longest comparison took."""
+    _servers: dict[str, tuple[DeadlineAware, SingleFlight]] = field(default_factory=dict)
+    _single_ms: dict[str, float] = field(default_factory=dict)
 
-    def save(self) -> str:
-        text = json.dumps({**self.fixed, "demands": self.demands}, indent=1)
-        if self.out is not None:
-            self.out.write_text(text + "\n")
-        return text
+    @property
+    def mode(self) -> Mode:
+        return "graph" if self.options.device.startswith("cuda") else "eager"
+
+    def servers(self, precision: str) -> tuple[DeadlineAware, SingleFlight]:
+        if precision not in self._servers:
+            o, begin_s = self.options, time.perf_counter()
+            told = self._use(precision)
+            buckets = tuple(int(b) for b in o.buckets.split(","))
+            ours = DeadlineAware(self.model, o.device, self.mode, prompt=self.prompt, plan=o.plan, cap=o.cap, buckets=buckets)
+            theirs = SingleFlight(self.model, o.device, self.mode, prompt=self.prompt)
+            self._servers[precision] = ours, theirs
+            self._single_ms[precision] = alone_ms(theirs, self.inputs)
+            costs = {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()}
+            ready_s = round(time.perf_counter() - begin_s, 2)
+            known = {"costs_ms": costs, "single_flight_ms": round(self._single_ms[precision], 4), "ready_s": ready_s}
+            self.report.precisions[precision] = told | known
+            self.report.save()
+            print(f"{precision}: ready after {ready_s} s, one alone {known['single_flight_ms']} ms", flush=True)
+        return self._servers[precision]
+
+    def run(self, demand: Demand, precision: str) -> None:
+        o = self.options
+        said = f"{demand.chunks_hz:g} chunks/s a robot, {demand.executed_steps} steps executed, {demand.deadline_ms:g} ms"
+        print(f"{said}, {demand.loop} loop, {precision}", flush=True)
+        ours, theirs = self.servers(precision)
+        single_ms = self._single_ms[precision]
+        guesses = (
+            guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand),
+            guess_robots(lambda n: single_ms, 1, demand),
+        )
+        search = Search(demand, self.inputs, o.seconds, o.confirm or 2 * o.seconds, o.most)
+        factors = [float(f) for f in o.overload.split(",")]
+        begin_s = time.perf_counter()
+        asked = compare(search, (ours, theirs), guesses, factors, self.report, {"precision": precision})
+        self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
+        write_traces(asked, demand, self.model.config.action_horizon, o.traces, f"{precision}_{demand.loop}_")
+
+    def close(self) -> None:
+        for pair in self._servers.values():
+            for server in pair:
+                server.close()
+
+    def _use(self, precision: str) -> dict[str, Any]:
+        """Bring the model to a precision, for the engines that are made of it next."""
+        o = self.options
+        check_precision(precision, torch.device(o.device), str(self.model.module.dtype).removeprefix("torch."))
+        self.model.run_on(self.model.module)
+        if precision == "dtype":
+            return {"products": str(self.model.module.dtype).removeprefix("torch.")}
+        calibration = calibrate_at_random(self.model, o.device)
+        return {"products": precision, "coded_bytes": use_fp8(self.model, calibration), "calibration": calibration.describe()}
 
 
-def compare(
-    search: Search, servers: Sequence[Server], guesses: Sequence[int], factors: Sequence[float], report: Report
-) -> dict[str, list[Asked]]:
-    """Find each server's limit, then overload it; returns what was asked at the limits."""
-    demand = search.demand
-    row: dict[str, Any] = {"demand": asdict(demand) | {"control_hz": demand.control_hz, "period_ms": 1e3 * demand.period_s}}
-    report.demands.append(row)
-    at_limit: dict[str, list[Asked]] = {}
-    for server, guess in zip(servers, guesses, strict=True):
-        best, tried, at_limit[server.name] = search.largest(server, guess)
-        row[server.name] = {"largest": best, "trials": tried, "overload": {}}
-        report.save()
-    ours, theirs = (row[s.name]["largest"]["robots"] for s in servers)
-    row["robots_ratio"] = round(ours / theirs, 3) if theirs else None
-    for server in servers:
-        capacity = row[server.name]["largest"]["goodput_chunks_s"]
-        others = max(ours, theirs)
-        fleets = {f"{f:g}": max(1, round(f * row[server.name]["largest"]["robots"])) for f in factors}
-        if others not in fleets.values() and others != row[server.name]["largest"]["robots"]:
-            fleets["other"] = others
-        for name, robots in fleets.items():
-            found, _ = search.trial(server, robots, 1.5 * search.seconds)
-            found["goodput_kept"] = round(found["goodput_chunks_s"] / capacity, 4) if capacity else None
-            row[server.name]["overload"][name] = found
-            report.save()
-    return at_limit
-
-
-def write_traces(at_limit: Mapping[str, Sequence[Asked]], demand: Demand, horizon: int, folder: Path | None) -> None:
-    """Write one trace a server."""
-    for name, asked in at_limit.items() if folder is not None else ():
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"load_{name}_{demand.chunks_hz:g}hz_{demand.deadline_ms:g}ms_trace.jsonl"
-        path.write_text("\n".join(trace_lines(asked, demand, horizon)) + "\n")
-
-
-def read_demand(text: str) -> tuple[float, int, float]:
-    """Read `chunks_hz:executed_steps:deadline_ms`."""
-    parts = text.split(":")
+def read_demand(text: str) -> Wanted:
+    """Read `chunks_hz:executed_steps:deadline_ms[:loop][@precision]`."""
+    rest, _, precision = text.partition("@")
+    parts = rest.split(":")
     try:
         hz, steps, deadline_ms = float(parts[0]), int(parts[1]), float(parts[2])
     except (ValueError, IndexError):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected for instance 10:5:100") from None
-    if len(parts) != 3 or not (0 < hz < math.inf and steps > 0 and 0 < deadline_ms < math.inf):
+    loop = parts[3] if len(parts) == 4 else ""
+    if len(parts) > 4 or loop not in ("", "closed", "open"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected three numbers and closed, open or nothing")
+    if not (0 < hz < math.inf and steps > 0 and 0 < deadline_ms < math.inf):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected three numbers above 0, for instance 10:5:100")
-    return hz, steps, deadline_ms
+    return hz, steps, deadline_ms, loop, precision
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -244,62 +221,95 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="pi0.5", help="a pi0 preset, or tiny")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--plan", default="per_visit", choices=("per_visit", "stages", "whole"), help="of our server")
-    parser.add_argument("--cap", type=int, default=12, help="most robots in one batch of ours")
+    parser.add_argument("--precision", default="dtype", help="dtype, fp8, fp8-emulated; several with commas")
+    parser.add_argument("--plan", default="stages", choices=("per_visit", "stages", "whole"), help="of our server")
+    parser.add_argument("--cap", type=int, default=16, help="most robots in one batch of ours")
     parser.add_argument("--buckets", default="1,2,3,4,5,6,7,8,10,12,16,20,24,32", help="batch sizes to capture, up to the cap")
     parser.add_argument("--prompt", type=int, default=48, help="prompt tokens")
     parser.add_argument("--rtc", default="identity", help="modes of real-time chunking that rows use; empty for none")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one trial of the search; confirming takes twice that")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one trial of the search")
+    parser.add_argument("--confirm", type=float, help="seconds of the run that confirms; twice --seconds by default")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds from the start; what would not fit is left out")
     parser.add_argument("--overload", default="1.5,2")
     parser.add_argument("--most", type=int, default=256)
-    parser.add_argument("--demand", type=read_demand, action="append", help="default: 10:5:100 and 5:10:200")
+    parser.add_argument(
+        "--demand", type=read_demand, action="append", help="default: 10:5:100, 10:5:200:open, 5:10:200, 2:25:500"
+    )
     for name in ("jitter", "network_ms", "network_jitter_ms"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Demand(), name))
-    parser.add_argument("--loop", default="closed", choices=("closed", "open"))
+    parser.add_argument("--loop", default="closed", choices=("closed", "open"), help="of demands that do not say it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", type=Path, help="folder for one trace a server and demand, at its limit")
     return parser.parse_args(arguments)
 
 
+def wanted(options: argparse.Namespace) -> list[tuple[Demand, str]]:
+    """Return every demand with every precision that it is wanted in, in the order of the demands."""
+    said = {name: getattr(options, name) for name in ("jitter", "network_ms", "network_jitter_ms")}
+    default = [read_demand(text) for text in DEMANDS]
+    return [
+        (Demand(chunks_hz=hz, executed_steps=steps, deadline_ms=ms, loop=loop or options.loop, **said), precision)
+        for hz, steps, ms, loop, one in options.demand or default
+        for precision in ([one] if one else options.precision.split(","))
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    begin_s = time.perf_counter()
     options = parse(arguments)
-    said = {name: getattr(options, name) for name in ("jitter", "network_ms", "network_jitter_ms", "loop")}
-    wanted = options.demand or [(10.0, 5, 100.0), (5.0, 10, 200.0)]
-    demands = [Demand(chunks_hz=hz, executed_steps=steps, deadline_ms=ms, **said) for hz, steps, ms in wanted]
+    pairs = wanted(options)
     rtc = tuple(m for m in options.rtc.split(",") if m)
     model = make_model(options.model, options.device, options.dtype, rtc)
     prompt = min(options.prompt, model.config.tokenizer_max_length)
-    mode: Mode = "graph" if options.device.startswith("cuda") else "eager"
-    buckets = tuple(int(b) for b in options.buckets.split(","))
-    ours = DeadlineAware(model, options.device, mode, prompt=prompt, plan=options.plan, cap=options.cap, buckets=buckets)
-    theirs = SingleFlight(model, options.device, mode, prompt=prompt)
-    inputs = make_inputs(model, prompt)
-    single_ms = alone_ms(theirs, inputs)
     fixed = {
         **provenance(torch.device(options.device)),
-        **{name: getattr(options, name) for name in ("model", "dtype", "plan", "cap", "seconds")},
-        "mode": mode,
+        **{name: getattr(options, name) for name in ("model", "dtype", "plan", "cap", "buckets", "seconds")},
+        "mode": "graph" if options.device.startswith("cuda") else "eager",
+        "denoise_steps": model.config.denoise_steps,
         "prompt_tokens": prompt,
         "rtc": list(rtc),
-        "rule": f"at most {100 * MISSES:g} % of requests late, refused or superseded",
-        "costs_ms": {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()},
-        "single_flight_ms": round(single_ms, 4),
+        "rule": RULE,
     }
     report = Report(fixed, options.out)
-    factors = [float(f) for f in options.overload.split(",")]
-    for demand in demands:
-        print(f"{demand.chunks_hz:g} chunks/s a robot, {demand.executed_steps} steps executed, {demand.deadline_ms:g} ms")
-        guesses = (
-            guess_robots(lambda n: service_ms(ours.engine, n), options.cap, demand),
-            guess_robots(lambda n: single_ms, 1, demand),
-        )
-        search = Search(demand, inputs, options.seconds, options.most)
-        asked = compare(search, (ours, theirs), guesses, factors, report)
-        write_traces(asked, demand, model.config.action_horizon, options.traces)
-    ours.close()
-    theirs.close()
-    print(report.save())
-    return {**fixed, "demands": report.demands}
+    bench = Bench(options, model, prompt, report, make_inputs(model, prompt))
+    for demand, precision in pairs:
+        left_s = options.budget - (time.perf_counter() - begin_s)
+        if left_s < bench.longest_s:
+            why = f"no time: {left_s:.0f} s, the longest took {bench.longest_s:.0f}"
+            row = {"precision": precision, "demand": asdict(demand), "left": why}
+            report.demands.append(row)
+            print(row, flush=True)
+            continue
+        # The edge of the benchmark: what cannot run here is a row of the result.
+        try:
+            bench.run(demand, precision)
+        except Exception as error:
+            failed = {"precision": precision, "demand": asdict(demand), "error": f"{type(error).__name__}: {error}"}
+            report.demands.append(failed)
+            print(failed, flush=True)
+        report.save()
+    print_headline(report)
+    bench.close()
+    report.save()
+    return report.to_json()
+
+
+def print_headline(report: Report) -> None:
+    """Print a line a row: robots of both servers, their misses and tails, and what is left under overload."""
+    for row in report.demands:
+        d = row["demand"]
+        name = f"{row['precision']}, {d['chunks_hz']:g}/s, {d['deadline_ms']:g} ms, {d['loop']}"
+        if "robots_ratio" not in row:
+            print(f"{name}: {row.get('left') or row.get('error')}")
+            continue
+        print(f"{name}: ratio {row['robots_ratio']}")
+        for server in ("deadline_limited", "single_flight"):
+            best, over = row[server]["largest"], row[server]["overload"]
+            kept = "; ".join(f"{f}: {o['goodput_chunks_s']} good/s, refused {o['refused']}" for f, o in over.items())
+            tail = (
+                f"{100 * best['missed']:.2f} % missed, p99 {best.get('latency_ms_p99')} ms, {best['goodput_chunks_s']} good/s"
+            )
+            print(f"  {server}: {best['robots']} robots, {tail}; overload {kept}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 from fleet import Demand
-from load import MISSES, SETS, Report, Search, compare, write_traces
+from load import SETS
+from load_search import RULE, Report, Search, compare, write_traces
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import RefusedError
@@ -109,11 +110,11 @@ def main() -> None:
     single = PolicyOptions(**common, max_batch=1, plan="whole", dispatch="first_come_first_served", rtc=())
     ours = Served("deadline_limited", options.checkpoint, PolicyOptions(**common, max_batch=options.cap), tell_deadline=True)
     theirs = Served("single_flight", options.checkpoint, single, tell_deadline=False)
-    search = Search(demand, observations(ours.schema), options.seconds, options.most)
+    search = Search(demand, observations(ours.schema), options.seconds, 2 * options.seconds, options.most)
     fixed = {
         **provenance(resolve_device(options.device)),
         **{name: getattr(options, name) for name in ("checkpoint", "cap", "seconds")},
-        "rule": f"at most {100 * MISSES:g} % of requests late, refused or superseded",
+        "rule": RULE,
     }
     report = Report(fixed, options.out)
     asked = compare(search, (ours, theirs), (1, 1), [float(f) for f in options.overload.split(",")], report)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,29 @@ def times(model: Any, device: str, mode: Mode, prompt: int, batch: int, n: int) 
     }
 
 
+def compare(
+    offer: tuple[str, ...], options: argparse.Namespace, plain: np.ndarray | None
+) -> tuple[dict[str, Any], np.ndarray, int]:
+    """Build the policy with an offer; returns its row, the actions of rows without guidance, and the prompt's length."""
+    mode: Mode = "graph" if options.device.startswith("cuda") else "eager"
+    model = make_model(options.model, options.device, options.dtype, offer)
+    prompt = min(options.prompt, model.config.tokenizer_max_length)
+    row: dict[str, Any] = {"offers": list(offer)}
+    for batch in map(int, options.batches.split(",")):
+        row[f"batch_{batch}"] = times(model, options.device, mode, prompt, batch, options.n)
+    args = (model, options.device, mode)
+    unguided = answers(*args, inputs_for(model, ROWS, prompt, guided=False), prompt, ROWS)
+    plain = unguided if plain is None else plain
+    row["unguided_rows_equal_plain_bit_for_bit"] = bool(unguided.tobytes() == plain.tobytes())
+    row["unguided_rows_largest_difference"] = float(np.abs(unguided - plain).max())
+    if offer:
+        mixed = inputs_for(model, ROWS, prompt, guided=True)
+        together, alone = answers(*args, mixed, prompt, ROWS), answers(*args, mixed, prompt, 1)
+        row["mixed_batch_against_row_by_row"] = float(np.abs(together - alone).max())
+        row["guidance_moves_actions_by"] = float(np.abs(together - plain).max())
+    return row, plain, prompt
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pi0.5", help="a pi0 preset, or tiny")
@@ -99,36 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prompt", type=int, default=48)
     parser.add_argument("--n", type=int, default=50)
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further offer is begun")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    mode: Mode = "graph" if options.device.startswith("cuda") else "eager"
-    rows, plain = [], None
+    begin_s = time.perf_counter()
+    settings = {name: getattr(options, name) for name in ("model", "dtype", "n")}
+    result: dict[str, Any] = {**provenance(torch.device(options.device)), **settings, "rows": []}
+    result["mode"] = "graph" if options.device.startswith("cuda") else "eager"
+    plain: np.ndarray | None = None
     for offer in OFFERS:
-        model = make_model(options.model, options.device, options.dtype, offer)
-        prompt = min(options.prompt, model.config.tokenizer_max_length)
-        row: dict[str, Any] = {"offers": list(offer)}
-        for batch in map(int, options.batches.split(",")):
-            row[f"batch_{batch}"] = times(model, options.device, mode, prompt, batch, options.n)
-        args = (model, options.device, mode)
-        unguided = answers(*args, inputs_for(model, ROWS, prompt, guided=False), prompt, ROWS)
-        plain = unguided if plain is None else plain
-        row["unguided_rows_equal_plain_bit_for_bit"] = bool(unguided.tobytes() == plain.tobytes())
-        row["unguided_rows_largest_difference"] = float(np.abs(unguided - plain).max())
-        if offer:
-            mixed = inputs_for(model, ROWS, prompt, guided=True)
-            together, alone = answers(*args, mixed, prompt, ROWS), answers(*args, mixed, prompt, 1)
-            row["mixed_batch_against_row_by_row"] = float(np.abs(together - alone).max())
-            row["guidance_moves_actions_by"] = float(np.abs(together - plain).max())
-        rows.append(row)
+        if time.perf_counter() - begin_s > options.budget:
+            row: dict[str, Any] = {"offers": list(offer), "left": "no time"}
+        else:
+            row, plain, result["prompt_tokens"] = compare(offer, options, plain)
+        result["rows"].append(row)
         print(json.dumps(row), flush=True)
-        del model, args
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    settings = {"model": options.model, "dtype": options.dtype, "mode": mode, "prompt_tokens": prompt, "n": options.n}
-    result = {**provenance(torch.device(options.device)), **settings, "rows": rows}
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

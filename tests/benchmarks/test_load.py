@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import fleet
 import load
+import load_search
 import numpy as np
 import pytest
 from fcfs_single_flight import Inputs, SingleFlight
@@ -78,15 +80,70 @@ class Scripted:
 def test_robots_ask_at_their_rate_and_every_request_ends_in_one_way(loop: str, inputs: list[Inputs]) -> None:
     demand = fleet.Demand(chunks_hz=20.0, loop=loop)
     server = Scripted()
-    asked = fleet.Trial(server, demand, 3, inputs, seed=0).run(1.0)
+    trial = fleet.Trial(server, demand, 3, inputs, seed=0)
+    asked = trial.run(1.0)
     assert len(asked) == len(server.deadlines)
-    assert 3 * 15 <= len(asked) <= 3 * 21
-    found = fleet.summary(asked, 3, demand, 0.0, 1.0)
+    assert 3 * 15 <= len(asked) + len(trial.skipped) <= 3 * 21
+    found = fleet.summary(asked, 3, demand, 0.0, 1.0, trial.skipped)
     assert found["refused"] == {"deadline": len(asked) // 3}
-    assert found["late"] + sum(found["refused"].values()) == round(found["missed"] * len(asked))
+    beats = found["requests"] + found["skipped"]
+    assert found["late"] + found["skipped"] + sum(found["refused"].values()) == round(found["missed"] * beats)
     for a, deadline_s in zip(asked, sorted(server.deadlines), strict=True):
         assert a.status in ("ok", "late", "refused")
         assert deadline_s < a.observed_s + 0.2
+
+
+class Slow(Scripted):
+    """Answers after a quarter of a second."""
+
+    def submit(self, robot: int, inputs: Inputs, deadline_s: float) -> Future[Chunk]:
+        future: Future[Chunk] = Future()
+        threading.Timer(0.25, future.set_result, (chunk(),)).start()
+        return future
+
+
+def test_beats_that_pass_while_a_robot_waits_are_misses(inputs: list[Inputs]) -> None:
+    demand = fleet.Demand(chunks_hz=10.0, deadline_ms=1000.0)
+    trial = fleet.Trial(Slow(), demand, 2, inputs, seed=0)
+    found = fleet.summary(trial.run(1.5), 2, demand, 0.0, 1.5, trial.skipped)
+    assert found["late"] == 0
+    assert found["skipped"] >= found["requests"] / 2
+    assert found["missed"] == pytest.approx(found["skipped"] / (found["skipped"] + found["requests"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("free_s", "beats"), [(0.5, 1), (1.0, 1), (1.2, 1), (1.99, 1), (2.0, 2), (3.7, 3)])
+def test_a_robot_that_waited_observes_for_the_newest_beat_it_missed(free_s: float, beats: int) -> None:
+    assert fleet.beats_passed(0.0, free_s, 1.0) == beats
+
+
+def test_robots_that_do_not_wait_have_several_requests_out(ours: load.DeadlineAware, inputs: list[Inputs]) -> None:
+    demand = fleet.Demand(chunks_hz=60.0, deadline_ms=20000.0, loop="open")
+    asked = fleet.Trial(ours, demand, 5, inputs, seed=3).run(0.5)
+    assert all(a.status == "ok" or a.reason == "superseded" for a in asked)
+    assert any(b.observed_s < a.arrived_s for a in asked for b in asked if b.robot == a.robot and b.observed_s > a.observed_s)
+
+
+def test_servers_of_both_precisions_live_side_by_side(inputs: list[Inputs]) -> None:
+    options = load.parse(["--model", "tiny", "--device", "cpu", "--cap", "2"])
+    model = load.make_model("tiny", "cpu", "float32", ("identity",))
+    bench = load.Bench(options, model, PROMPT, load_search.Report({}, None), inputs)
+
+    def actions(precision: str) -> list[np.ndarray]:
+        servers = bench.servers(precision)
+        servers[0].join(0)
+        found = [s.submit(0, inputs[0], float("inf")).result(30).outputs["x"] for s in servers]
+        servers[0].leave_all()
+        return found
+
+    exact, coded, again = actions("dtype"), actions("fp8-emulated"), actions("dtype")
+    bench.close()
+    for before, after in zip(exact, again, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert 1e-6 < np.abs(coded[0] - exact[0]).max() < 0.5
+    np.testing.assert_allclose(coded[0], coded[1], atol=0.1)
+    told = bench.report.precisions["fp8-emulated"]
+    assert told["calibration"]["observed"] == "synthetic"
+    assert set(told["costs_ms"]) == set(bench.report.precisions["dtype"]["costs_ms"])
 
 
 def test_the_trace_of_a_trial_can_be_placed_on_the_roofline(inputs: list[Inputs]) -> None:
@@ -131,7 +188,7 @@ def test_a_fleet_beyond_the_limit_is_refused_with_reasons_and_the_rest_is_on_tim
     assert found["refused"].get("deadline", 0) > 0
 
 
-class Known(load.Search):
+class Known(load_search.Search):
     """Holds up to eleven robots in a short run, and up to ten in a long one."""
 
     def trial(self, server: Any, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Any]]:
@@ -142,7 +199,7 @@ class Known(load.Search):
 @pytest.mark.parametrize("guess", [1, 7, 11, 12, 40])
 def test_the_search_ends_at_the_largest_fleet_that_is_confirmed_wherever_it_begins(guess: int) -> None:
     nothing: Sequence[Inputs] = []
-    best, tried, _ = Known(fleet.Demand(), nothing, 1.0, most=64).largest(Scripted(), guess)
+    best, tried, _ = Known(fleet.Demand(), nothing, 1.0, 2.0, most=64).largest(Scripted(), guess)
     assert best["robots"] == 10
     assert {11, 12} <= {t["robots"] for t in tried}
     assert len(tried) <= 8
@@ -150,13 +207,30 @@ def test_the_search_ends_at_the_largest_fleet_that_is_confirmed_wherever_it_begi
 
 def test_a_search_beyond_the_most_robots_ends_there() -> None:
     nothing: Sequence[Inputs] = []
-    assert Known(fleet.Demand(), nothing, 1.0, most=6).largest(Scripted(), 3)[0]["robots"] == 6
+    assert Known(fleet.Demand(), nothing, 1.0, 2.0, most=6).largest(Scripted(), 3)[0]["robots"] == 6
 
 
-@pytest.mark.parametrize("text", ["10:5", "10:5:100:1", "0:5:100", "10:0:100", "10:5:nan", "ten:5:100", "inf:5:100"])
+@pytest.mark.parametrize(
+    "text", ["10:5", "10:5:100:1", "10:5:100:shut", "0:5:100", "10:0:100", "10:5:nan", "ten:5:100", "inf:5:100"]
+)
 def test_a_demand_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         load.read_demand(text)
+
+
+def test_demands_are_run_in_the_precisions_they_name_or_in_all() -> None:
+    options = load.parse(["--precision", "fp8,dtype", "--demand", "10:5:100", "--demand", "10:5:200:open@fp8"])
+    pairs = [(d.deadline_ms, d.loop, precision) for d, precision in load.wanted(options)]
+    assert pairs == [(100.0, "closed", "fp8"), (100.0, "closed", "dtype"), (200.0, "open", "fp8")]
+
+
+def test_a_precision_that_the_machine_does_not_have_and_a_lack_of_time_are_rows(tmp_path: Path) -> None:
+    out = tmp_path / "load.json"
+    short = ["--seconds", "0.2", "--most", "1", "--cap", "1", "--overload", "2", "--demand", "5:5:5000"]
+    load.main(["--model", "tiny", "--device", "cpu", *short, "--precision", "fp8", "--out", str(out)])
+    assert "precision: got fp8 on cpu" in json.loads(out.read_text())["demands"][0]["error"]
+    load.main(["--model", "tiny", "--device", "cpu", *short, "--budget", "0", "--out", str(out)])
+    assert json.loads(out.read_text())["demands"][0]["left"].startswith("no time")
 
 
 def test_one_call_compares_both_servers_under_every_demand_and_overload(tmp_path: Path) -> None:

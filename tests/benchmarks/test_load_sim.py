@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import load_predict
 import load_sim
 import pytest
 from fleet import Demand
@@ -75,3 +79,47 @@ def test_costs_between_captured_sizes_lie_on_straight_lines() -> None:
     table = load_sim.every_size(padded((1.0, 2.0, 4.0, 4.5, 5.0, 9.0, 9.5)))
     assert table[:8] == [1.0, 2.0, 3.0, 4.0, 4.25, 4.5, 4.75, 5.0]
     assert table[8:12] == [6.0, 7.0, 8.0, 9.0]
+
+
+@pytest.mark.parametrize("demand", [Demand(), Demand(deadline_ms=200.0, loop="open"), Demand(chunks_hz=5.0, deadline_ms=200.0)])
+def test_as_many_robots_are_on_time_as_can_be_whatever_their_phases(demand: Demand) -> None:
+    plan = load_sim.line(COSTS_MS, "stages", 8)
+    (most, _), (spread, batch) = (load_predict.most_served(plan, demand, batches) for batches in (1, 2))
+    assert 1 < batch <= 8
+    found = load_sim.Case(plan, demand).predict(SECONDS, (), spread)["largest"]["robots"]
+    assert 0.9 * spread <= found <= most + 1
+
+
+def test_predictions_join_the_rows_of_a_result_and_say_that_they_are_none(tmp_path: Path) -> None:
+    costs = {"vision": COSTS_MS["vision"], "prefix": COSTS_MS["prefix"], "denoise": COSTS_MS["denoise"]}
+    rows = [
+        {"precision": "dtype", "demand": asdict(Demand())},
+        {"precision": "fp8", "demand": asdict(Demand()), "left": "no time"},
+    ]
+    known = {"dtype": {"costs_ms": costs, "single_flight_ms": 20.6}}
+    file = tmp_path / "load.json"
+    file.write_text(json.dumps({"plan": "stages", "cap": 8, "denoise_steps": 10, "precisions": known, "demands": rows}))
+    load_predict.main([str(file)])
+    first, second = json.loads(file.read_text())["demands"]
+    assert "predicted" not in second
+    told = first["predicted"]
+    assert told.pop("what") == "simulated, not measured"
+    robots = {name: case["largest"]["robots"] for name, case in told.items()}
+    peers = sorted(load_predict.PEERS_MS, key=lambda name: load_predict.PEERS_MS[name][0])
+    assert [robots[p] for p in peers] == sorted((robots[p] for p in peers), reverse=True)
+    assert robots["deadline_limited"] >= 2 * robots["single_flight"] > 2
+    assert all("H200" in told[p]["source"] for p in peers)
+
+
+def test_a_robot_that_waits_beyond_its_beat_has_missed_it() -> None:
+    case = load_sim.Case(load_sim.one_at_a_time(40.0), Demand(deadline_ms=10000.0), single=True)
+    found = case.trial(5, SECONDS)
+    assert found["late"] == 0
+    assert found["missed"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_costs_of_pieces_are_shared_among_their_visits() -> None:
+    costs = load_predict.per_visit_ms({"vision": [2.0], "denoise+denoise": [3.0, 4.0]})
+    assert costs == {"vision": [2.0], "denoise": [1.5, 2.0]}
+    with pytest.raises(ValueError, match="one stage"):
+        load_predict.per_visit_ms({"vision+prefix": [2.0]})

@@ -1,0 +1,137 @@
+"""Finds how many robots a server keeps on time, and what becomes of more; used by `load.py` and `load_socket.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fcfs_single_flight import Inputs
+from fleet import Asked, Demand, Server, Trial, summary, trace_lines
+
+MISSES = 0.01
+RULE = f"at most {100 * MISSES:g} % of all beats without an answer on time: late, refused, superseded or skipped"
+
+
+@dataclass(frozen=True)
+class Search:
+    """Finds the largest number of robots that a server keeps on time."""
+
+    demand: Demand
+    inputs: Sequence[Inputs]
+    seconds: float
+    """Of one trial."""
+    confirm_s: float
+    """Of the run at the number that is found."""
+    most: int = 256
+
+    def trial(self, server: Server, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Asked]]:
+        seconds = seconds or self.seconds
+        trial = Trial(server, self.demand, robots, self.inputs, seed=robots)
+        asked = trial.run(seconds)
+        found = summary(asked, robots, self.demand, min(1.0, seconds / 5), seconds, trial.skipped)
+        told = f"{100 * found['missed']:.2f} % missed, p99 {found['latency_ms_p99']:.1f} ms, {found['goodput_chunks_s']} good/s"
+        print(f"  {server.name}: {robots} robots, {told}, skipped {found['skipped']}, refused {found['refused']}", flush=True)
+        return found, asked
+
+    def largest(self, server: Server, guess: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]], list[Asked]]:
+        """Walk from a guess to where it fails, bisect, and confirm in a longer run.
+
+        Returns the confirmed run (zero robots if none holds), all short ones, and what was asked in the confirmed one.
+        """
+        tried: list[dict[str, Any]] = []
+
+        def holds(robots: int) -> bool:
+            tried.append(self.trial(server, robots)[0])
+            return bool(tried[-1]["missed"] <= MISSES)
+
+        guess = min(max(1, guess), self.most)
+        low, high, step = 0, self.most + 1, max(1, guess // 8)
+        if holds(guess):
+            low = guess
+            while low + step <= self.most and holds(low + step):
+                low, step = low + step, 2 * step
+            high = min(high, low + step)
+        else:
+            high = guess
+            while high - step > 0 and not holds(high - step):
+                high, step = high - step, 2 * step
+            low = max(0, high - step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        for robots in range(low, 0, -1):
+            found, asked = self.trial(server, robots, self.confirm_s)
+            if found["missed"] <= MISSES:
+                return found, tried, asked
+        return {"robots": 0, "missed": 0.0, "goodput_chunks_s": 0.0}, tried, []
+
+
+@dataclass
+class Report:
+    """What is known so far; written down after every step."""
+
+    fixed: Mapping[str, Any]
+    out: Path | None
+    demands: list[dict[str, Any]] = field(default_factory=list)
+    precisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What was measured of each, before any robot came."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.fixed, "precisions": self.precisions, "demands": self.demands}
+
+    def save(self) -> str:
+        text = json.dumps(self.to_json(), indent=1)
+        if self.out is not None:
+            self.out.write_text(text + "\n")
+        return text
+
+
+def compare(
+    search: Search,
+    servers: Sequence[Server],
+    guesses: Sequence[int],
+    factors: Sequence[float],
+    report: Report,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, list[Asked]]:
+    """Find each server's limit, then overload it; returns what was asked at the limits.
+
+    The servers are ours and the other; the other also gets as many robots as ours can serve. `more` joins the row.
+    """
+    demand = search.demand
+    row: dict[str, Any] = dict(more or {})
+    row["demand"] = asdict(demand) | {"control_hz": demand.control_hz, "period_ms": 1e3 * demand.period_s}
+    report.demands.append(row)
+    at_limit: dict[str, list[Asked]] = {}
+    for server, guess in zip(servers, guesses, strict=True):
+        best, tried, at_limit[server.name] = search.largest(server, guess)
+        row[server.name] = {"largest": best, "trials": tried, "overload": {}}
+        report.save()
+    ours, theirs = (row[s.name]["largest"]["robots"] for s in servers)
+    row["robots_ratio"] = round(ours / theirs, 3) if theirs else None
+    report.save()
+    for server in servers:
+        mine = row[server.name]["largest"]
+        capacity = mine["goodput_chunks_s"]
+        fleets = {f"{f:g}": max(1, round(f * mine["robots"])) for f in factors}
+        if server is servers[1] and ours not in (*fleets.values(), theirs) and ours:
+            fleets["as many as ours"] = ours
+        for name, robots in fleets.items():
+            found, _ = search.trial(server, robots)
+            found["goodput_kept"] = round(found["goodput_chunks_s"] / capacity, 4) if capacity else None
+            row[server.name]["overload"][name] = found
+            report.save()
+    return at_limit
+
+
+def write_traces(
+    at_limit: Mapping[str, Sequence[Asked]], demand: Demand, horizon: int, folder: Path | None, label: str = ""
+) -> None:
+    """Write one trace a server."""
+    for name, asked in at_limit.items() if folder is not None else ():
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"load_{name}_{label}{demand.chunks_hz:g}hz_{demand.deadline_ms:g}ms_trace.jsonl"
+        path.write_text("\n".join(trace_lines(asked, demand, horizon)) + "\n")
