@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
+from torch import Tensor
 
 from stretto.core.plan import Placement
 from stretto.core.route import Segment
+from stretto.runtime import passage
 from stretto.runtime.flow import Flow
-from stretto.runtime.passage import Finisher, Passage
+from stretto.runtime.passage import Courier, Finisher, Passage
 from stretto.runtime.timing import Stamp
 
 DEVICE = torch.device("cpu")
@@ -58,3 +61,36 @@ def test_what_nobody_waits_for_is_finished_by_the_finishers_own_thread() -> None
     finisher.put([left(1)], None, Stamp(DEVICE))
     assert told.wait(20)
     finisher.close()
+
+
+def test_the_mark_that_a_reader_of_outputs_waits_for_is_behind_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def copied(rows: Tensor) -> Tensor:
+        order.append("copy")
+        return rows
+
+    def marked(device: torch.device) -> Stamp:
+        order.append("mark")
+        return Stamp(device)
+
+    monkeypatch.setattr(passage, "_to_host", copied)
+    monkeypatch.setattr(passage, "Stamp", marked)
+    flow = left(1)
+    finisher = Finisher(lambda flow, passed: None)
+    Courier({flow.route: ["x", "y"]}, {}, finisher).depart([flow], {"x": torch.zeros(1, 2), "y": torch.zeros(1, 2)})
+    assert order == ["copy", "copy", "mark"]
+
+
+@pytest.mark.gpu
+def test_outputs_are_read_when_they_are_on_the_host() -> None:
+    device, told = torch.device("cuda"), []
+    flow = Flow(1, 0, (Placement(Segment(0, 1), "cuda:0"),), at=1, started_s=0.0)
+    finisher = Finisher(lambda flow, passed: told.append(passed.outputs))
+    courier = Courier({flow.route: ["x"]}, {}, finisher)
+    for turn in range(1, 9):
+        flow.spans = [("stage", Stamp(device), Stamp(device), 1)]
+        # Some milliseconds of copying, into memory that the last turn has used.
+        courier.depart([flow], {"x": torch.full((1, 2**25), float(turn), device=device)})
+        finisher.help(lambda: False)
+        assert (told.pop()["x"] == turn).all()

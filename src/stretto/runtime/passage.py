@@ -142,11 +142,13 @@ class Courier:
 
     def depart(self, flows: Sequence[Flow], values: Mapping[str, Tensor]) -> None:
         """Send on chunks that stand at the same place of one route. Called on the executor's thread; does not block."""
-        stamp = Stamp(next(iter(values.values())).device)
-        first = flows[0]
+        device, first = next(iter(values.values())).device, flows[0]
         if first.at == len(first.placements):
-            self._finisher.put(flows, {name: _to_host(values[name]) for name in self._outputs[first.route]}, stamp)
+            outputs = {name: _to_host(values[name]) for name in self._outputs[first.route]}
+            # Behind the copies: whoever has waited for it reads what they brought.
+            self._finisher.put(flows, outputs, Stamp(device))
             return
+        stamp = Stamp(device)
         link = self._links[first.placement.device]
         for i, flow in enumerate(flows):
             link.send(self._names(flow), {name: rows[i] for name, rows in values.items()})
