@@ -77,25 +77,26 @@ def quantiles(ms: list[float]) -> dict[str, float]:
     return {"p50_ms": round(p50, 3), "p99_ms": round(p99, 3), "p99_over_p50_ms": round(p99 - p50, 3), "requests": len(ms)}
 
 
-def measure(runner: Runner, chip: Chip, *, sustained: bool) -> dict[str, Any]:
-    """Time the whole route both ways, and each stage the way that counts."""
-    batch, quick = runner.bench.batch, runner.device.type != "cuda"
+def measure(runner: Runner, chip: Chip, *, sustained: bool, share: float = 1.0) -> dict[str, Any]:
+    """Time the whole route both ways, and each stage the way that counts; `share` makes for fewer requests."""
+    batch = runner.bench.batch
     run = runner.launch(runner.model.route.whole)
-    ways = {
-        "rested": {"n": 60 if batch == 1 else 16 if batch < 32 else 3, "pause_s": 0.02 if batch < 32 else 0.8},
-        "sustained": {"n": max(8, 60 // batch), "runup_s": 1.0 if batch < 32 else 3.0},
+    rested = 60 if batch == 1 else 16 if batch < 32 else 3
+    ways: dict[str, dict[str, float]] = {
+        "rested": {"n": max(3, rested * share), "pause_s": 0.02 if batch < 32 else 0.8},
+        "sustained": {"n": max(5, 60 // batch * share), "runup_s": share * (1.0 if batch < 32 else 3.0)},
     }
-    if quick:
+    if runner.device.type != "cuda":
         ways = {name: {"n": 3} for name in ways}
     row: dict[str, Any] = {"measured": "sustained" if sustained else "rested"}
     for name, how in ways.items():
         begin = time.monotonic()
-        row[name] = quantiles(runner.timed(run, **how))  # type: ignore[arg-type]
+        row[name] = quantiles(runner.timed(run, int(how.pop("n")), **how))
         row[name] |= chip.between(begin, time.monotonic())
     row |= {key: row[row["measured"]][key] for key in ("p50_ms", "p99_over_p50_ms")}
     row["stages"] = {}
     for name, (segment, visits) in stage_segments(runner.model).items():
-        n, pause_s = (max(6, 30 // batch), 0.0 if sustained or quick else 0.01)
+        n, pause_s = max(6, int(30 // batch * share)), 0.0 if sustained or runner.device.type != "cuda" else 0.01
         ms = float(np.median(runner.timed(runner.launch(segment), n, pause_s)))
         row["stages"][name] = {"ms": round(ms * visits, 3), "visits": visits}
     return row

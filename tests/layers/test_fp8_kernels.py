@@ -43,7 +43,9 @@ def agree(got: Tensor, want: Tensor, apart: float = 0.02) -> None:
     """Compare codes: a value whose fp32 sum ran in another order may fall to the neighbouring code, rarely."""
     assert got.dtype == want.dtype == E4M3
     a, b = got.float(), want.float()
-    far = (a - b).abs() > 0.13 * b.abs() + 2.0**-9
+    # Hopper keeps some 14 bits of an FP8 product's running sum: what is left of large terms that cancel is off by more.
+    sums = 2.0**-10 * b.abs().max() if apart > 0.02 and not INTERPRETED else 0.0
+    far = (a - b).abs() > 0.13 * b.abs() + 2.0**-9 + sums
     # The interpreter forgets the carry where rounding reaches the next power of two, and halves such values.
     halved = ((2 * a - b).abs() <= 0.13 * b.abs()) if INTERPRETED else torch.zeros_like(far)
     assert not (far & ~halved).any()
