@@ -12,9 +12,12 @@ Shape legend: as in layers.cuda.expert.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +116,7 @@ def check_phases(case: Case, layers: int = 2) -> list[dict[str, Any]]:
 def by_reference(case: Case, stream: Stream) -> Stream:
     net = case.net
     counters = torch.zeros(4096, dtype=torch.int32, device=net.table.device)
-    return net.expert.streamed(stream, case.norms, case.prefix, counters)
+    return Expert.streamed(net.expert, stream, case.norms, case.prefix, counters)
 
 
 def check_whole(case: Case) -> dict[str, Any]:
@@ -208,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--probe", type=Path, help="a program in CUDA C++ to build and run as well")
+    parser.add_argument("--variants", nargs="*", default=[], help="macros to compile other versions with: A=1,B=2")
     options = parser.parse_args()
     device = torch.device("cuda:0")
     torch.manual_seed(0)
@@ -234,6 +238,26 @@ def main() -> None:
         report.attempt(lambda: time_whole(case), kind="time")
         report.attempt(lambda: stamped(case), kind="stamps")
         report.attempt(lambda: loops(case), kind="loop")
+        for row in variants(case, options.variants):
+            report.add(**row)
+
+
+def variants(case: Case, macros: list[str]) -> Iterator[dict[str, Any]]:
+    """Time other versions of the kernel; compile them all at once."""
+
+    def made(text: str) -> Path:
+        options = (*build.OPTIONS, *(f"-D{macro}" for macro in text.split(",")))
+        return build.compiled("expert", build.nvcc() or "nvcc", options)
+
+    with ThreadPoolExecutor(8) as pool:
+        for text, path in zip(macros, pool.map(made, macros), strict=True):
+            row: dict[str, Any] = {"kind": "variant", "macros": text}
+            try:
+                case.kernel = ExpertKernel(ctypes.CDLL(str(path)), 0)
+                row |= check_whole(case) | time_whole(case) | stamped(case)
+            except Exception as e:  # the next version may do better
+                row["error"] = f"{type(e).__name__}: {e}"[:600]
+            yield row
 
 
 def probe(source: Path) -> list[str]:

@@ -150,8 +150,12 @@ template <class Again>
 ON_DEVICE void until_there(const char* what, Again again) {
     if (!again()) return;
     const long long begin = ticks();
-    while (again())
+    while (again()) {
         if (ticks() - begin > PATIENCE) lost(what, 0, 0, 0);
+#ifdef STRETTO_PAUSE
+        __nanosleep(STRETTO_PAUSE);
+#endif
+    }
 }
 
 }  // namespace device

@@ -18,6 +18,12 @@ struct Ring {
     ON_DEVICE void next() {
         if (++stage == STAGES) stage = 0, turn ^= 1;
     }
+    ON_DEVICE Ring ahead(int stages) const {
+        Ring other(shared);
+        const int at = stage + stages, wraps = at >= STAGES;
+        other.stage = at - wraps * STAGES, other.turn = turn ^ uint32_t(wraps);
+        return other;
+    }
     ON_DEVICE const char* await() const {
         device::barrier_wait(full(), turn);
         return data();

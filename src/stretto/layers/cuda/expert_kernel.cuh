@@ -12,6 +12,13 @@
 
 #include "expert_feed.cuh"
 
+#ifndef STRETTO_AHEAD
+#define STRETTO_AHEAD 5
+#endif
+#ifndef STRETTO_WAIT
+#define STRETTO_WAIT 1
+#endif
+
 namespace expert {
 
 // Who a thread is: in a fragment of the matrix unit it has row `g` and the columns at `t`.
@@ -40,67 +47,67 @@ ON_DEVICE void stamp(const Arguments& a, int phase, int event) {
         a.stamps[(int64_t(device::block_id()) * MAX_LAYERS * PHASES + phase) * 8 + event] = device::ticks();
 }
 
-// Multiply the rows of `x` by the weight rows in the next stages; leave, per group of warps, sums over its input columns.
+// Multiply the rows of `x` by the TILES_N x 8 weight rows in the next stages; leave, per group of warps, sums over its input
+// columns.
 //
 // A group has EACH input columns, a half of it 32 rows. Within 32 columns lane t of a quad has 8 adjacent ones, of both
 // factors alike: which of them meets which does not matter to a sum. `first` runs before x is asked for, `meanwhile` while
-// it is on its way.
-template <int EACH, int ROW_STEP, int TILES_A_STAGE, int STEP, class First, class Meanwhile>
+// it is on its way. Products with the columns that are there run while others come.
+template <int EACH, int TILES_N, int ROW_STEP, int TILES_A_STAGE, int STEP, class First, class Meanwhile>
 ON_DEVICE void product(
-    const Who& who, Ring& ring, float* sums, const bf16* x, int x_step, int rows, int stages, First first, Meanwhile meanwhile) {
-    constexpr int BLOCKS = EACH / 32;
-    first();
+    const Who& who, Ring& ring, float* sums, const bf16* x, int x_step, int rows, First first, Meanwhile meanwhile) {
+    constexpr int BLOCKS = EACH / 32, AHEAD = BLOCKS < STRETTO_AHEAD ? BLOCKS : STRETTO_AHEAD, USED = TILES_N / TILES_A_STAGE;
+    static_assert(BLOCKS > 1 && USED <= STAGES);
     uint4 raw[BLOCKS][4];
+    const int row = who.half * 32 + who.g;
+    const bf16* x_at = x + row * x_step + who.group * EACH + who.t * 8;
+    const auto ask = [&](int s) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-        const int row = who.half * 32 + m * 8 + who.g;
-        const bf16* at = x + row * x_step + who.group * EACH + who.t * 8;
+        for (int m = 0; m < 4; ++m)
+            raw[s][m] = row + m * 8 < rows ? device::peek4(x_at + m * 8 * x_step + s * 32) : uint4{0, 0, 0, 0};
+    };
+    first();
 #pragma unroll
-        for (int s = 0; s < BLOCKS; ++s) raw[s][m] = row < rows ? device::peek4(at + s * 32) : uint4{0, 0, 0, 0};
-    }
+    for (int s = 0; s < AHEAD; ++s) ask(s);
     meanwhile();
-    device::until_there("the input of a product", [&] {
-        bool again = false;
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const bf16* at = x + (who.half * 32 + m * 8 + who.g) * x_step + who.group * EACH + who.t * 8;
-#pragma unroll
-            for (int s = 0; s < BLOCKS; ++s)
-                if (device::absent(raw[s][m])) raw[s][m] = device::peek4(at + s * 32), again = true;
-        }
-        return again;
-    });
-    device::sync_warp();
-    device::Rows in[BLOCKS][2];
+    float c[TILES_N][2][4] = {};
     const uint32_t zero = device::hidden_zero();
 #pragma unroll
-    for (int s = 0; s < BLOCKS; ++s)
+    for (int s = 0; s < BLOCKS; ++s) {
+        device::until_there("the input of a product", [&] {
+            bool again = false;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) in[s][m] = device::Rows(raw[s][2 * m], raw[s][2 * m + 1], zero);
-    for (int stage = 0; stage < stages; ++stage) {
-        const char* w = ring.await() + who.g * ROW_STEP + (who.group * EACH + who.t * 8) * 2;
+            for (int m = 0; m < 4; ++m)
+                if (device::absent(raw[s][m])) raw[s][m] = device::peek4(x_at + m * 8 * x_step + s * 32), again = true;
+            return again;
+        });
+        device::sync_warp();
+        const device::Rows in[2] = {{raw[s][0], raw[s][1], zero}, {raw[s][2], raw[s][3], zero}};
+        if (s + AHEAD < BLOCKS) ask(s + AHEAD);
 #pragma unroll
-        for (int tile = 0; tile < TILES_A_STAGE; ++tile) {
-            float even[2][4] = {}, odd[2][4] = {};
+        for (int stage = 0; stage < USED; ++stage) {
+            const Ring here = s + 1 < BLOCKS ? ring.ahead(stage) : ring;
+            if (s == 0) here.await();
+            const char* w = here.data() + who.g * ROW_STEP + (who.group * EACH + who.t * 8) * 2 + s * 64;
 #pragma unroll
-            for (int s = 0; s < BLOCKS; ++s) {
-                const uint4 b = *reinterpret_cast<const uint4*>(w + tile * 8 * ROW_STEP + s * 64);
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    device::multiply_first(even[m], in[s][m], b);
-                    device::multiply_second(odd[m], in[s][m], b);
-                }
+            for (int i = 0; i < TILES_A_STAGE; ++i) {
+                const uint4 b = *reinterpret_cast<const uint4*>(w + i * 8 * ROW_STEP);
+                const int tile = stage * TILES_A_STAGE + i;
+                device::multiply_first(c[tile][0], in[0], b), device::multiply_first(c[tile][1], in[1], b);
+                device::multiply_second(c[tile][0], in[0], b), device::multiply_second(c[tile][1], in[1], b);
             }
-            const int column = (stage * TILES_A_STAGE + tile) * 8 + who.t * 2;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                float* at = sums + (who.group * ROWS + who.half * 32 + m * 16 + who.g) * STEP + column;
-                *reinterpret_cast<float2*>(at) = float2{even[m][0] + odd[m][0], even[m][1] + odd[m][1]};
-                *reinterpret_cast<float2*>(at + 8 * STEP) = float2{even[m][2] + odd[m][2], even[m][3] + odd[m][3]};
-            }
+            if (s + 1 == BLOCKS) ring.release(who.lane);
         }
-        ring.release(who.lane);
     }
+    float* out = sums + (who.group * ROWS + row) * STEP + who.t * 2;
+#pragma unroll
+    for (int tile = 0; tile < TILES_N; ++tile)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            float* at = out + m * 16 * STEP + tile * 8;
+            *reinterpret_cast<float2*>(at) = float2{c[tile][m][0], c[tile][m][1]};
+            *reinterpret_cast<float2*>(at + 8 * STEP) = float2{c[tile][m][2], c[tile][m][3]};
+        }
     sync();
 }
 
@@ -153,6 +160,7 @@ struct Factors {
     }
     // A warp reads 32 rows of 4 parts of the stream. It asks for them when their sums are there, which were written after them.
     ON_DEVICE void await(const Who& who, const Arguments& a, const uint32_t* squares) {
+        if (!STRETTO_WAIT) return;
         const int row = who.half * 32 + who.lane;
         if (row < a.tokens) {
             const uint32_t* at = squares + row * TILES + who.group * (TILES / GROUPS);
@@ -218,7 +226,7 @@ ON_DEVICE void query_key_value(
         factors.await(who, a, a.end_squares(layer - 1));
         factors.ask();
     };
-    product<WIDTH / GROUPS, ROW_2048, 1, PAIR_STEP>(who, ring, sums, x, WIDTH, a.tokens + 1, 3, ask, [&] {
+    product<WIDTH / GROUPS, 3, ROW_2048, 1, PAIR_STEP>(who, ring, sums, x, WIDTH, a.tokens + 1, ask, [&] {
         layer > 0 ? factors.make(who, a, room.factors()) : factors.make_given(who, a, room.factors());
     });
     stamp(a, phase, 1);
@@ -342,6 +350,7 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
     device::sync_warp();
     const uint32_t zero = device::hidden_zero();
     const device::Rows in[2] = {{raw[0][0], raw[0][1], zero}, {raw[1][0], raw[1][1], zero}};
+#pragma unroll
     for (int stage = 0; stage < SPAN_KEYS / 32; ++stage) {
         const char* k = ring.await() + who.g * ROW_512 + (who.group * (HEAD / GROUPS) + who.t * 8) * 2;
 #pragma unroll
@@ -364,33 +373,43 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
 
 // Weights times values: all 32 rows, 32 dims a warp.
 ON_DEVICE void weigh(const Who& who, const Arguments& a, Ring& ring, const float* weights, const Span& span) {
+    constexpr int STEPS = SPAN_KEYS / 16;
     float c[2][4][4] = {};
+    uint32_t x[STEPS][2][4];
     const char* in = reinterpret_cast<const char*>(weights + who.g * SCORE_STEP) + who.t * 4;
-    for (int stage = 0; stage < SPAN_KEYS / 32; ++stage) {
-        const int key = (who.lane / 8 % 2) * 8 + who.lane % 8, dim = who.warp * 32 + who.lane / 16 * 8;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[s][m][i] = *reinterpret_cast<const uint32_t*>(in + (m * 16 + i % 2 * 8) * (SCORE_STEP * 4) + (s * 16 + i / 2 * 8) * 2);
+    const int key = who.lane / 8 % 2 * 8 + who.lane % 8, dim = who.warp * 32 + who.lane / 16 * 8;
+#pragma unroll
+    for (int stage = 0; stage < STEPS / 2; ++stage) {
         const char* v = ring.await() + key * ROW_TRANSPOSED + dim * 2;
+        uint32_t b[2][2][4];
 #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            uint32_t b[2][4];
-            device::load_transposed(b[0], v + s * 16 * ROW_TRANSPOSED);
-            device::load_transposed(b[1], v + s * 16 * ROW_TRANSPOSED + 32);
+        for (int s = 0; s < 2; ++s)
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                uint32_t x[4];
-                for (int i = 0; i < 4; ++i)
-                    x[i] = *reinterpret_cast<const uint32_t*>(
-                        in + (m * 16 + i % 2 * 8) * (SCORE_STEP * 4) + (stage * 32 + s * 16 + i / 2 * 8) * 2);
-#pragma unroll
-                for (int n = 0; n < 4; ++n)
-                    device::multiply(c[m][n], x[0], x[1], x[2], x[3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-            }
-        }
+            for (int n = 0; n < 2; ++n) device::load_transposed(b[s][n], v + s * 16 * ROW_TRANSPOSED + n * 32);
         ring.release(who.lane);
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const uint32_t(&w)[4] = x[stage * 2 + s][m];
+                    device::multiply(c[m][n], w[0], w[1], w[2], w[3], b[s][n / 2][n % 2 * 2], b[s][n / 2][n % 2 * 2 + 1]);
+                }
     }
+#pragma unroll
     for (int m = 0; m < 4; ++m) {
         const int query = span.block * QUERIES + m * 8 + who.g;
         if (query >= a.tokens * HEADS) continue;
         uint32_t* out = span.sums(a, span.cut, query) + who.warp * 32 + who.t * 2;
+#pragma unroll
         for (int n = 0; n < 4; ++n)
             device::post2(out + n * 8, {device::bits_of(c[m / 2][n][m % 2 * 2]), device::bits_of(c[m / 2][n][m % 2 * 2 + 1])});
     }
@@ -488,8 +507,8 @@ ON_DEVICE void add_product(
     constexpr int EACH = INPUT / CUTS;
     const int tile = who.cta / CUTS, cut = who.cta % CUTS, second = phase % PHASES == 4, norm = phase / PHASES * 2 + second;
     float2 gate, factor, shift;
-    product<EACH / GROUPS, ROW_STEP, TILES_A_STAGE, SUM_STEP>(
-        who, ring, room.sums(), x + cut * EACH, INPUT, a.tokens, TILE / 8 / TILES_A_STAGE,
+    product<EACH / GROUPS, TILE / 8, ROW_STEP, TILES_A_STAGE, SUM_STEP>(
+        who, ring, room.sums(), x + cut * EACH, INPUT, a.tokens,
         [&] {
             gate = of_line(a, line, norm, 2, own.column);
             factor = of_line(a, line, norm + 1, 0, own.column), shift = of_line(a, line, norm + 1, 1, own.column);
@@ -546,8 +565,8 @@ ON_DEVICE void gate_and_up(const Who& who, const Arguments& a, Ring& ring, const
     const int layer = phase / PHASES;
     float* sums = room.sums();
     Factors factors(who, a, a.middle_squares(layer));
-    product<WIDTH / GROUPS, ROW_2048, 1, SUM_STEP>(
-        who, ring, sums, a.middle(layer), WIDTH, a.tokens + 1, TILE / 8, [&] { factors.await(who, a, a.middle_squares(layer)), factors.ask(); },
+    product<WIDTH / GROUPS, TILE / 8, ROW_2048, 1, SUM_STEP>(
+        who, ring, sums, a.middle(layer), WIDTH, a.tokens + 1, [&] { factors.await(who, a, a.middle_squares(layer)), factors.ask(); },
         [&] { factors.make(who, a, room.factors()); });
     stamp(a, phase, 1);
     // A thread has the same two columns in all its rows.
