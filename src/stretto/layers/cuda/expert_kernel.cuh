@@ -340,6 +340,7 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
             const bool any = span.block * QUERIES + who.half * 16 + m * 8 + who.g < a.tokens * HEADS;
             raw[s][m] = any ? device::peek4(from(m, s)) : uint4{0, 0, 0, 0};
         }
+    if (span.suffix) place_suffix(who, a, ring, fresh);
     device::until_there("queries", [&] {
         bool again = false;
 #pragma unroll
@@ -355,6 +356,7 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
         const char* k = ring.await() + who.g * ROW_512 + (who.group * (HEAD / GROUPS) + who.t * 8) * 2;
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
+            if (stage * 32 + tile * 8 >= span.keys) break;
             float c[4] = {};
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
@@ -388,6 +390,10 @@ ON_DEVICE void weigh(const Who& who, const Arguments& a, Ring& ring, const float
 #pragma unroll
     for (int stage = 0; stage < STEPS / 2; ++stage) {
         const char* v = ring.await() + key * ROW_TRANSPOSED + dim * 2;
+        if (stage * 32 >= span.keys) {
+            ring.release(who.lane);
+            continue;
+        }
         uint32_t b[2][2][4];
 #pragma unroll
         for (int s = 0; s < 2; ++s)
@@ -456,7 +462,6 @@ ON_DEVICE void join_spans(const Who& who, const Arguments& a, const Span& span, 
 ON_DEVICE void attend(const Who& who, const Arguments& a, Ring& ring, const Room& room, const Span& span, int phase) {
     if (!span.any) return;
     const bf16* fresh = a.fresh(phase / PHASES);
-    if (span.suffix) place_suffix(who, a, ring, fresh);
     score(who, a, ring, room.sums(), span, fresh);
     stamp(a, phase, 1);
     soften(who, a, room, span);
