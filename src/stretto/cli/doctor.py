@@ -59,7 +59,7 @@ def _torch() -> list[Check]:
         advice = "a torch without CUDA? pip install one of https://download.pytorch.org/whl" if DRIVER.exists() else ""
         checks.append(Check("cuda", False, "no device", advice))
     device = "cuda:0" if len(checks) > 1 and checks[1].ok else "cpu"
-    return [*checks, _fused_ops(device), *_kernel_tables(device)]
+    return [*checks, _fused_ops(device), _expert_kernel(device), *_kernel_tables(device)]
 
 
 def _fused_ops(device: str) -> Check:
@@ -77,6 +77,19 @@ def _fused_ops(device: str) -> Check:
     advice = "" if triton_installed() else "pip install triton; without it every fused op runs as plain torch"
     text = f"on {device}, triton {version or 'not installed'}; {'; '.join(said)}"
     return Check("fused ops", bool(fused), text, advice if device != "cpu" else "")
+
+
+def _expert_kernel(device: str) -> Check:
+    """Say whether the layers of pi0.5's expert run in one launch at batch 1; compiles the kernel if that is still to do."""
+    from stretto.layers.cuda.expert import expert_kernel
+
+    if device == "cpu":
+        return Check("expert kernel", False, "none on cpu; layers run as separate ops")
+    kernel, said = expert_kernel(0)
+    if kernel is not None:
+        return Check("expert kernel", True, f"CUDA C++, {said}")
+    advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
+    return Check("expert kernel", False, f"none: {said}; layers run as five Triton kernels each", advice)
 
 
 def _kernel_tables(device: str) -> list[Check]:
