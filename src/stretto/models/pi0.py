@@ -197,7 +197,6 @@ def build(
     with torch.device("meta"):
         net = Pi0Net(config, chosen)
     net.to_empty(device=device).eval()
-    net.vision.clear_surplus()
     return Pi0Model(config, net, pixels, rtc)
 
 

@@ -104,7 +104,7 @@ def _all_views(net: Pi0Net) -> Iterator[tuple[str, Tensor]]:
 def _vision(net: Pi0Net) -> Iterator[tuple[str, Tensor]]:
     tower = net.vision
     at = f"{VISION}embeddings."
-    yield f"{at}patch_embedding.weight", tower.embed.weight[:, : 3 * tower.patch**2].view(-1, 3, tower.patch, tower.patch)
+    yield f"{at}patch_embedding.weight", tower.embed.weight.view(-1, 3, tower.patch, tower.patch)
     yield f"{at}patch_embedding.bias", tower.embed.bias
     yield f"{at}position_embedding.weight", tower.position
     for i, block in enumerate(tower.blocks):
