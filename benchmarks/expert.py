@@ -40,7 +40,6 @@ from stretto.models import pi0
 from stretto.models.pi0_config import GemmaDims, Pi0Config, VisionDims
 from stretto.models.pi0_net import Pi0Net, PrefixKV
 
-OPS = ("suffix_attention", "norm_geglu", "gated_linear", "norm_qkv")
 # Most rows that are streamed, and whether launches overlap.
 PATHS = {
     "plain layers": (0, "0"),
