@@ -1,4 +1,4 @@
-"""What kernels of attention split over keys share: where the keys of a row are, and the parts that a second kernel joins.
+"""The parts that attention split over keys keeps, and the kernel that joins them.
 
 Shape legend: as in split_attention.py.
 """
@@ -7,25 +7,6 @@ from __future__ import annotations
 
 from stretto.layers.kernels.language import jit, tl
 from stretto.layers.kernels.overlap import await_inputs
-
-
-@jit
-def page_and_bound(
-    b: tl.tensor,
-    slots: tl.tensor,
-    length: tl.tensor,
-    arena_tokens: tl.tensor,
-    INDEXED: tl.constexpr,
-    BOUNDED: tl.constexpr,
-) -> tl.tensor:
-    """Return the slot of a row in the arena, and the index from which on its keys are never valid."""
-    page = b
-    if INDEXED:
-        page = tl.load(slots + b).to(tl.int64)
-    bound = arena_tokens
-    if BOUNDED:
-        bound = tl.minimum(tl.load(length + b).to(tl.int32), arena_tokens)
-    return page, bound
 
 
 @jit

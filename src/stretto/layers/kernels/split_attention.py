@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels.attention_parts import join_kernel, keep_part, page_and_bound
-from stretto.layers.kernels.block_attention import block_attention_kernel
+from stretto.layers.kernels.attention_parts import join_kernel, keep_part
 from stretto.layers.kernels.language import block_of, cdiv, jit, multiprocessors, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
 
@@ -36,7 +35,6 @@ FIELDS: Mapping[str, tuple[int | str, ...]] = {
     "warps": (4, 8),
     "stages": (1, 2, 3, 4, 5),
     "described": (0, 1),
-    "flat": (0, 1),
 }
 
 
@@ -50,8 +48,6 @@ class Tiling(NamedTuple):
     stages: int
     described: int = 0
     """1: tiles of K and V come by descriptor (TMA)."""
-    flat: int = 0
-    """1: one block a program, as many splits as there are blocks (block_attention.py)."""
 
 
 class Keys(NamedTuple):
@@ -181,7 +177,12 @@ def _attention_kernel(
     lane = tl.arange(0, BLOCK_N)
     here = row < rows
 
-    page, bound = page_and_bound(b, slots, length, arena_tokens, INDEXED, BOUNDED)
+    page = b
+    if INDEXED:
+        page = tl.load(slots + b).to(tl.int64)
+    bound = arena_tokens
+    if BOUNDED:
+        bound = tl.minimum(tl.load(length + b).to(tl.int32), arena_tokens)
     arena_blocks = tl.cdiv(bound, BLOCK_N)
     blocks = arena_blocks + tl.cdiv(suffix_tokens, BLOCK_N)
     each = tl.cdiv(blocks, SPLITS)
@@ -253,10 +254,8 @@ def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Til
     v_suffix = keys.v_SPKd if keys.v_suffix_BNKd is None else keys.v_suffix_BNKd
     arena_tokens, suffix_tokens = keys.k_SPKd.shape[1], k_suffix.shape[1] if suffix else 0
     cut = tiling or choose_tiling(rows, pairs, arena_tokens + suffix_tokens, head_dim, multiprocessors(q_BTHd))
-    blocks = cdiv(arena_tokens, cut.block_n) + cdiv(suffix_tokens, cut.block_n)
-    splits = blocks if cut.flat else cut.splits
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
-    kept = pairs * splits * rows if splits > 1 or cut.flat else 0
+    kept = pairs * cut.splits * rows if cut.splits > 1 else 0
     part = torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device)
     parts = torch.split(part, [kept * head_dim, kept, kept])
     mask = _as_bytes(keys.mask_BP) if keys.mask_BP is not None else q_BTHd
@@ -269,23 +268,18 @@ def split_attention(q_BTHd: Tensor, keys: Keys, scale: float | None, tiling: Til
     sizes = tokens, arena_tokens, suffix_tokens, keys.suffix_lead, (head_dim**-0.5 if scale is None else scale) * LOG2_E
     constants: dict[str, Any] = {
         "KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "INDEXED": keys.slots_B is not None,
-        "MASKED": keys.mask_BP is not None, "BOUNDED": keys.length_B is not None, "SUFFIX": suffix, "SPLITS": splits,
+        "MASKED": keys.mask_BP is not None, "BOUNDED": keys.length_B is not None, "SUFFIX": suffix, "SPLITS": cut.splits,
         "BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "OVERLAP": overlap,
         "num_warps": cut.warps, "num_stages": cut.stages, "launch_pdl": overlap,
     }  # fmt: skip
-    grid = (cdiv(rows, cut.block_m), splits, pairs)
-    if cut.flat:
-        block_attention_kernel[grid](q_BTHd, *sources, *where, *parts, *strides, mask.stride(0), *sizes, **constants)
-    else:
-        described = bool(cut.described)
-        _attention_kernel[grid](
-            q_BTHd, *sources, *where, out, *parts, *strides, mask.stride(0), *sizes, DESCRIBED=described, **constants
-        )
+    _attention_kernel[cdiv(rows, cut.block_m), cut.splits, pairs](
+        q_BTHd, *sources, *where, out, *parts, *strides, mask.stride(0), *sizes, DESCRIBED=bool(cut.described), **constants
+    )
     if kept:
-        block = block_of(splits)
+        block = block_of(cut.splits)
         join_kernel[(rows, pairs)](
             *parts, out, tokens,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=splits, BLOCK_SPLITS=block,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, SPLITS=cut.splits, BLOCK_SPLITS=block,
             OVERLAP=overlap, num_warps=2 if block <= 8 else 4, launch_pdl=overlap,
         )  # fmt: skip
     return out
