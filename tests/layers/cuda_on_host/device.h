@@ -391,10 +391,12 @@ inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
     host::grid->copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, b, host::grid->passes + host::grid->next_random() % 12});
 }
 inline void before_copies() {}
-template <class Again>
-void until_there(const char* what, Again again) {
-    host::grid->now->waits = what;
-    while (again()) host::yield();
+inline void pause() { host::yield(); }
+
+template <class Ask, class Absent>
+void until_there(Ask ask, Absent absent) {
+    host::grid->now->waits = "words of another CTA";
+    for (ask(); absent(); ask()) host::yield();
     host::grid->now->waits = nullptr;
 }
 

@@ -145,16 +145,19 @@ ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) 
 // Between what threads wrote and an asynchronous copy that reads or overwrites it.
 ON_DEVICE void before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Repeat `again` until it says no.
-template <class Again>
-ON_DEVICE void until_there(const char* what, Again again) {
-    if (!again()) return;
-    const long long begin = ticks();
-    while (again()) {
-        if (ticks() - begin > PATIENCE) lost(what, 0, 0, 0);
-#ifdef STRETTO_PAUSE
-        __nanosleep(STRETTO_PAUSE);
-#endif
+ON_DEVICE void pause() {}
+
+// Repeat `ask` until `absent` says that all is there. Code is dear here: a CTA runs most of it once a layer, and what does not
+// stay in the instruction cache costs more than what it does. So loops are loops, and nothing is there twice.
+template <class Ask, class Absent>
+ON_DEVICE void until_there(Ask ask, Absent absent) {
+    long long begin = 0;
+#pragma unroll 1
+    for (;;) {
+        ask();
+        if (!absent()) return;
+        if (begin == 0) begin = ticks();
+        if (ticks() - begin > PATIENCE) lost("words of another CTA", 0, 0, 0);
     }
 }
 

@@ -77,8 +77,10 @@ ON_DEVICE void feed_keys(const Arguments& a, Ring& ring, const Span& span, int l
     const int64_t at = *a.slot * a.slot_step + layer * a.layer_step, step = a.token_step;
     const bf16 *k = a.k + at, *v = a.v + at;
     const int keys = span.suffix ? 0 : span.keys;
+#pragma unroll 1
     for (int first = 0; first < SPAN_KEYS; first += 32)
         ring.fill(lane, min(max(keys - first, 0), 32), k + (span.first + first + lane) * step, HEAD * 2, ROW_512);
+#pragma unroll 1
     for (int first = 0; first < SPAN_KEYS; first += 32)
         ring.fill(lane, min(max(keys - first, 0), 32), v + (span.first + first + lane) * step, HEAD * 2, ROW_TRANSPOSED);
 }
@@ -87,10 +89,12 @@ ON_DEVICE void feed(const Arguments& a, char* shared, int lane) {
     const int cta = device::block_id(), tile = cta / CUTS, cut = cta % CUTS;
     const Span span(a);
     Ring ring(shared);
+#pragma unroll 1
     for (int phase = 0; phase < a.phases; ++phase) {
         const Layer& w = a.layers[phase / PHASES];
         switch (phase % PHASES) {
             case 0:
+#pragma unroll 1
                 for (int first = 0; first < 2 * PAIRS; first += 8) {
                     const int i = min(first + lane, 2 * PAIRS - 1), high = i >= PAIRS;
                     const int column = column_of_pair(cta * PAIRS + i - high * PAIRS) + high * HALF;
@@ -101,18 +105,21 @@ ON_DEVICE void feed(const Arguments& a, char* shared, int lane) {
                 feed_keys(a, ring, span, phase / PHASES, lane);
                 break;
             case 2:
+#pragma unroll 1
                 for (int first = 0; first < TILE; first += 32) {
                     const bf16* row = w.out + int64_t(tile * TILE + first + lane) * INNER + cut * (INNER / CUTS);
                     ring.fill(lane, 32, row, INNER / CUTS * 2, ROW_512);
                 }
                 break;
             case 3:
+#pragma unroll 1
                 for (int first = 0; first < 2 * GATES; first += 8) {
                     const int up = first >= GATES, i = min(lane, 7) + first - up * GATES;
                     ring.fill(lane, 8, w.gate_up + int64_t(cta * GATES + i + up * MLP) * WIDTH, WIDTH * 2, ROW_2048);
                 }
                 break;
             case 4:
+#pragma unroll 1
                 for (int first = 0; first < TILE; first += 16) {
                     const bf16* row = w.down + int64_t(tile * TILE + first + min(lane, 15)) * MLP + cut * (MLP / CUTS);
                     ring.fill(lane, 16, row, MLP / CUTS * 2, ROW_1024);

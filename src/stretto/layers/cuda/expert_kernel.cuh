@@ -13,10 +13,7 @@
 #include "expert_feed.cuh"
 
 #ifndef STRETTO_AHEAD
-#define STRETTO_AHEAD 5
-#endif
-#ifndef STRETTO_WAIT
-#define STRETTO_WAIT 1
+#define STRETTO_AHEAD 4
 #endif
 
 namespace expert {
@@ -35,7 +32,7 @@ struct Room {
     char* base;
 
     ON_DEVICE float* sums() const { return reinterpret_cast<float*>(base + STAGES * STAGE_BYTES); }
-    ON_DEVICE float* factors() const { return reinterpret_cast<float*>(base + FACTORS_AT); }
+    ON_DEVICE float* squares() const { return reinterpret_cast<float*>(base + SQUARES_AT); }
     ON_DEVICE float2* angles() const { return reinterpret_cast<float2*>(base + ANGLES_AT); }
     ON_DEVICE uint8_t* valid() const { return reinterpret_cast<uint8_t*>(base + VALID_AT); }
 };
@@ -43,90 +40,107 @@ struct Room {
 ON_DEVICE void sync() { device::sync_consumers<CONSUMERS>(); }
 
 ON_DEVICE void stamp(const Arguments& a, int phase, int event) {
+#ifdef STRETTO_STAMPS
     if (a.stamps != nullptr && device::thread_id() == 0)
         a.stamps[(int64_t(device::block_id()) * MAX_LAYERS * PHASES + phase) * 8 + event] = device::ticks();
+#endif
 }
 
-// Multiply the rows of `x` by the TILES_N x 8 weight rows in the next stages; leave, per group of warps, sums over its input
-// columns.
+// A product of the rows of `x` with the weight rows in the next stages. A group of warps has 32 `blocks` columns of the input.
+struct Product {
+    const bf16* x;
+    int x_step, rows, blocks, tiles, row_step, tiles_a_stage_log2;
+};
+
+// Multiply; leave, per group of warps, sums over its input columns.
 //
-// A group has EACH input columns, a half of it 32 rows. Within 32 columns lane t of a quad has 8 adjacent ones, of both
-// factors alike: which of them meets which does not matter to a sum. `first` runs before x is asked for, `meanwhile` while
-// it is on its way. Products with the columns that are there run while others come.
-template <int EACH, int TILES_N, int ROW_STEP, int TILES_A_STAGE, int STEP, class First, class Meanwhile>
-ON_DEVICE void product(
-    const Who& who, Ring& ring, float* sums, const bf16* x, int x_step, int rows, First first, Meanwhile meanwhile) {
-    constexpr int BLOCKS = EACH / 32, AHEAD = BLOCKS < STRETTO_AHEAD ? BLOCKS : STRETTO_AHEAD, USED = TILES_N / TILES_A_STAGE;
-    static_assert(BLOCKS > 1 && USED <= STAGES);
-    uint4 raw[BLOCKS][4];
+// Within 32 columns lane t of a quad has 8 adjacent ones, of both factors alike: which of them meets which does not matter to
+// a sum. Products with the columns that are there run while others come.
+ON_DEVICE void multiply(const Who& who, Ring& ring, float* sums, const Product& p) {
+    constexpr int AHEAD = STRETTO_AHEAD, TILES_N = TILE / 8;
+    uint4 raw[AHEAD][4];
     const int row = who.half * 32 + who.g;
-    const bf16* x_at = x + row * x_step + who.group * EACH + who.t * 8;
-    const auto ask = [&](int s) {
+    const bf16* x_at = p.x + row * p.x_step + (who.group * p.blocks * 4 + who.t) * 8;
+    const auto ask = [&](int i) {
 #pragma unroll
         for (int m = 0; m < 4; ++m)
-            raw[s][m] = row + m * 8 < rows ? device::peek4(x_at + m * 8 * x_step + s * 32) : uint4{0, 0, 0, 0};
+            if (row + m * 8 < p.rows) raw[i][m] = device::peek4(x_at + m * 8 * p.x_step + i * 32);
     };
-    first();
 #pragma unroll
-    for (int s = 0; s < AHEAD; ++s) ask(s);
-    meanwhile();
+    for (int i = 0; i < AHEAD; ++i) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) raw[i][m] = {0, 0, 0, 0};
+        if (i < p.blocks) ask(i);
+    }
+    const int used = p.tiles >> p.tiles_a_stage_log2;
+    Ring next = ring;
+#pragma unroll 1
+    for (int i = 0; i < used; ++i, next.next()) next.await();
+    const char* w[TILES_N];
+#pragma unroll
+    for (int i = 0; i < TILES_N; ++i) {
+        const int stage = i >> p.tiles_a_stage_log2, at = i - (stage << p.tiles_a_stage_log2);
+        w[i] = ring.shared + (ring.stage + stage) % STAGES * STAGE_BYTES + (at * 8 + who.g) * p.row_step
+            + (who.group * p.blocks * 4 + who.t) * 16;
+    }
     float c[TILES_N][2][4] = {};
     const uint32_t zero = device::hidden_zero();
+#pragma unroll 1
+    for (int s = 0; s < p.blocks; s += AHEAD) {
 #pragma unroll
-    for (int s = 0; s < BLOCKS; ++s) {
-        device::until_there("the input of a product", [&] {
-            bool again = false;
+        for (int i = 0; i < AHEAD; ++i) {
+            if (s + i >= p.blocks) break;
+            while (device::absent(raw[i][0]) || device::absent(raw[i][1]) || device::absent(raw[i][2]) || device::absent(raw[i][3])) {
+                device::pause();
+                ask(i);
+            }
+            device::sync_warp();
+            const device::Rows in[2] = {{raw[i][0], raw[i][1], zero}, {raw[i][2], raw[i][3], zero}};
+            if (s + i + AHEAD < p.blocks) {
+                x_at += AHEAD * 32;
+                ask(i);
+                x_at -= AHEAD * 32;
+            }
 #pragma unroll
-            for (int m = 0; m < 4; ++m)
-                if (device::absent(raw[s][m])) raw[s][m] = device::peek4(x_at + m * 8 * x_step + s * 32), again = true;
-            return again;
-        });
-        device::sync_warp();
-        const device::Rows in[2] = {{raw[s][0], raw[s][1], zero}, {raw[s][2], raw[s][3], zero}};
-        if (s + AHEAD < BLOCKS) ask(s + AHEAD);
-#pragma unroll
-        for (int stage = 0; stage < USED; ++stage) {
-            const Ring here = s + 1 < BLOCKS ? ring.ahead(stage) : ring;
-            if (s == 0) here.await();
-            const char* w = here.data() + who.g * ROW_STEP + (who.group * EACH + who.t * 8) * 2 + s * 64;
-#pragma unroll
-            for (int i = 0; i < TILES_A_STAGE; ++i) {
-                const uint4 b = *reinterpret_cast<const uint4*>(w + i * 8 * ROW_STEP);
-                const int tile = stage * TILES_A_STAGE + i;
+            for (int tile = 0; tile < TILES_N; ++tile) {
+                if (tile == 3 && p.tiles == 3) break;
+                const uint4 b = *reinterpret_cast<const uint4*>(w[tile] + i * 64);
                 device::multiply_first(c[tile][0], in[0], b), device::multiply_first(c[tile][1], in[1], b);
                 device::multiply_second(c[tile][0], in[0], b), device::multiply_second(c[tile][1], in[1], b);
             }
-            if (s + 1 == BLOCKS) ring.release(who.lane);
         }
+        x_at += AHEAD * 32;
+#pragma unroll
+        for (int tile = 0; tile < TILES_N; ++tile) w[tile] += AHEAD * 64;
     }
-    float* out = sums + (who.group * ROWS + row) * STEP + who.t * 2;
+#pragma unroll 1
+    for (int i = 0; i < used; ++i) ring.release(who.lane);
+    float* out = sums + (who.group * ROWS + row) * SUM_STEP + who.t * 2;
 #pragma unroll
     for (int tile = 0; tile < TILES_N; ++tile)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            float* at = out + m * 16 * STEP + tile * 8;
+            float* at = out + m * 16 * SUM_STEP + tile * 8;
             *reinterpret_cast<float2*>(at) = float2{c[tile][m][0], c[tile][m][1]};
-            *reinterpret_cast<float2*>(at + 8 * STEP) = float2{c[tile][m][2], c[tile][m][3]};
+            *reinterpret_cast<float2*>(at + 8 * SUM_STEP) = float2{c[tile][m][2], c[tile][m][3]};
         }
     sync();
 }
 
-template <int STEP>
 ON_DEVICE float2 summed(const float* sums, int row, int column) {
-    const float* at = sums + row * STEP + column;
+    const float* at = sums + row * SUM_STEP + column;
     float2 sum = {0.0f, 0.0f};
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-        const float2 part = *reinterpret_cast<const float2*>(at + g * ROWS * STEP);
+        const float2 part = *reinterpret_cast<const float2*>(at + g * ROWS * SUM_STEP);
         sum.x += part.x, sum.y += part.y;
     }
     return sum;
 }
 
 // Two columns of a product behind a norm, where `shift` is what came of the row of shifts.
-template <int STEP>
 ON_DEVICE float2 normed(const float* sums, int row, int column, float factor, float2 shift) {
-    const float2 sum = summed<STEP>(sums, row, column);
+    const float2 sum = summed(sums, row, column);
     return {sum.x * factor + shift.x, sum.y * factor + shift.y};
 }
 
@@ -149,59 +163,36 @@ struct Owned {
     }
 };
 
-// 1 / rms of each row, from the sums of squares of its parts; thread i takes row i.
-struct Factors {
-    uint4 raw[TILES / 4];
-    const uint32_t* at;
-    bool mine;
+// Wait for a stream, by the sums of squares that are written after its parts: a warp does so for what it will read, 32 rows
+// of the parts of its group's columns, and leaves those parts' sum. Layer 0 reads the stream that was given, of any parts.
+ON_DEVICE void await_stream(const Who& who, const Arguments& a, const Room& room, const uint32_t* squares, bool given) {
+    const int row = who.half * 32 + who.lane;
+    if (row < a.tokens) {
+        static_assert(TILES / GROUPS == 4);
+        float total = 0.0f;
+        if (given) {
+#pragma unroll 1
+            for (int i = who.group; i < a.square_parts; i += GROUPS) total += a.squares[row * a.square_parts + i];
+        } else {
+            uint4 raw;
+            device::until_there(
+                [&] { raw = device::peek4(squares + row * TILES + who.group * 4); }, [&] { return device::absent(raw); });
+            total = (device::as_float(raw.x) + device::as_float(raw.y)) + (device::as_float(raw.z) + device::as_float(raw.w));
+        }
+        room.squares()[who.group * ROWS + row] = total;
+    }
+    device::sync_warp();
+}
 
-    ON_DEVICE Factors(const Who& who, const Arguments& a, const uint32_t* squares) {
-        at = squares + who.thread * TILES, mine = who.thread < a.tokens;
-    }
-    // A warp reads 32 rows of 4 parts of the stream. It asks for them when their sums are there, which were written after them.
-    ON_DEVICE void await(const Who& who, const Arguments& a, const uint32_t* squares) {
-        if (!STRETTO_WAIT) return;
-        const int row = who.half * 32 + who.lane;
-        if (row < a.tokens) {
-            const uint32_t* at = squares + row * TILES + who.group * (TILES / GROUPS);
-            static_assert(TILES / GROUPS == 4);
-            device::until_there("a stream", [&] { return device::absent(device::peek4(at)); });
-        }
-        device::sync_warp();
-    }
-    ON_DEVICE void ask() {
-        if (!mine) return;
-#pragma unroll
-        for (int i = 0; i < TILES / 4; ++i) raw[i] = device::peek4(at + i * 4);
-    }
-    ON_DEVICE void make(const Who& who, const Arguments& a, float* factors) {
-        if (!mine) return;
-        device::until_there("squares", [&] {
-            bool again = false;
-#pragma unroll
-            for (int i = 0; i < TILES / 4; ++i)
-                if (device::absent(raw[i])) raw[i] = device::peek4(at + i * 4), again = true;
-            return again;
-        });
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < TILES / 4; ++i) {
-            total += device::as_float(raw[i].x) + device::as_float(raw[i].y);
-            total += device::as_float(raw[i].z) + device::as_float(raw[i].w);
-        }
-        factors[who.thread] = device::inverse_root(total / WIDTH + a.eps);
-    }
-    // Those of the stream that was given; it has any number of parts.
-    ON_DEVICE void make_given(const Who& who, const Arguments& a, float* factors) {
-        if (!mine) return;
-        float total = 0.0f;
-        for (int i = 0; i < a.square_parts; ++i) total += a.squares[who.thread * a.square_parts + i];
-        factors[who.thread] = device::inverse_root(total / WIDTH + a.eps);
-    }
-};
+// 1 / rms of a row.
+ON_DEVICE float factor_of(const Arguments& a, const Room& room, int row) {
+    const float* at = room.squares() + row;
+    return device::inverse_root((at[0] + at[ROWS] + at[2 * ROWS] + at[3 * ROWS]) / WIDTH + a.eps);
+}
 
 // Clear, of the layer before, what this thread wrote and all have read.
 ON_DEVICE void clear_layer(const Who& who, const Arguments& a, const Span& span, const Owned& own, int layer) {
+#pragma unroll 1
     for (int i = who.thread; i < a.tokens * (PAIRS / 2); i += CONSUMERS) {
         const int column = column_of_pair(who.cta * PAIRS + i % (PAIRS / 2) * 2);
         bf16* at = a.fresh(layer) + i / (PAIRS / 2) * QKV + column;
@@ -210,38 +201,26 @@ ON_DEVICE void clear_layer(const Who& who, const Arguments& a, const Span& span,
     const int query = span.shared_query(who.warp);
     if (span.any && span.shares(who.warp) && query < a.tokens * HEADS)
         device::post2(a.attended(layer) + query * HEAD + who.warp % 2 * HALF + who.lane * 4, ABSENT_PAIR);
+#pragma unroll 1
     for (int i = who.thread; i < a.tokens * (GATES / 2); i += CONSUMERS)
         device::post1(a.hidden(layer) + i / (GATES / 2) * MLP + who.cta * GATES + i % (GATES / 2) * 2, device::ABSENT);
     own.clear(who, a, a.middle(layer), a.middle_squares(layer));
 }
 
-ON_DEVICE void query_key_value(
-    const Who& who, const Arguments& a, Ring& ring, const Room& room, const Span& span, const Owned& own, int phase) {
-    const int layer = phase / PHASES;
-    const bf16* x = layer == 0 ? a.scaled : a.end(layer - 1);
-    float* sums = room.sums();
-    Factors factors(who, a, a.end_squares(max(layer - 1, 0)));
-    const auto ask = [&] {
-        if (layer == 0) return;
-        factors.await(who, a, a.end_squares(layer - 1));
-        factors.ask();
-    };
-    product<WIDTH / GROUPS, 3, ROW_2048, 1, PAIR_STEP>(who, ring, sums, x, WIDTH, a.tokens + 1, ask, [&] {
-        layer > 0 ? factors.make(who, a, room.factors()) : factors.make_given(who, a, room.factors());
-    });
-    stamp(a, phase, 1);
+// Turn queries and keys, and hand them and the values on.
+ON_DEVICE void rotate(const Who& who, const Arguments& a, const Room& room, bf16* fresh) {
+    const float* sums = room.sums();
+#pragma unroll 1
     for (int i = who.thread; i < a.tokens * (PAIRS / 2); i += CONSUMERS) {
         const int row = i / (PAIRS / 2), p = i % (PAIRS / 2) * 2;
-        const float factor = room.factors()[row];
-        const float2 low = normed<PAIR_STEP>(sums, row, p, factor, summed<PAIR_STEP>(sums, a.tokens, p));
-        const float2 high = normed<PAIR_STEP>(sums, row, p + PAIRS, factor, summed<PAIR_STEP>(sums, a.tokens, p + PAIRS));
+        const float factor = factor_of(a, room, row);
+        const float2 low = normed(sums, row, p, factor, summed(sums, a.tokens, p));
+        const float2 high = normed(sums, row, p + PAIRS, factor, summed(sums, a.tokens, p + PAIRS));
         const float2 one = room.angles()[row * PAIRS + p], other = room.angles()[row * PAIRS + p + 1];
-        bf16* out = a.fresh(layer) + row * QKV + column_of_pair(who.cta * PAIRS + p);
+        bf16* out = fresh + row * QKV + column_of_pair(who.cta * PAIRS + p);
         device::post1(out, device::pack(low.x * one.x - high.x * one.y, low.y * other.x - high.y * other.y));
         device::post1(out + HALF, device::pack(high.x * one.x + low.x * one.y, high.y * other.x + low.y * other.y));
     }
-    stamp(a, phase, 2);
-    if (layer > 0) clear_layer(who, a, span, own, layer - 1);
 }
 
 // Softmax of this span's scores, four rows a warp; weights go where the row's first scores were.
@@ -295,68 +274,63 @@ ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, cons
 
 // Put the suffix's keys and values into the stages that are kept for them.
 ON_DEVICE void place_suffix(const Who& who, const Arguments& a, Ring ring, const bf16* fresh) {
-    constexpr int PIECES = HEAD * 2 / 16, MOST = (2 * MAX_TOKENS * PIECES + CONSUMERS - 1) / CONSUMERS;
-    uint4 raw[MOST];
-    const int kinds = a.tokens * PIECES;
-    const auto from = [&](int i) {
-        const int piece = (i * CONSUMERS + who.thread) % kinds, kind = (i * CONSUMERS + who.thread) / kinds;
-        return fresh + piece / PIECES * QKV + (HEADS + kind) * HEAD + piece % PIECES * 8;
-    };
+    constexpr int EACH = MAX_TOKENS / WARPS;
+#pragma unroll 1
+    for (int kind = 0; kind < 2; ++kind) {
+        // A warp has every eighth row, a lane 16 bytes of it.
+        const bf16* at = fresh + who.warp * QKV + (HEADS + kind) * HEAD + who.lane * 8;
+        const int step = kind == 0 ? ROW_512 : ROW_TRANSPOSED;
+        uint4 raw[EACH];
+        device::until_there(
+            [&] {
 #pragma unroll
-    for (int i = 0; i < MOST; ++i)
-        raw[i] = i * CONSUMERS + who.thread < 2 * kinds ? device::peek4(from(i)) : uint4{0, 0, 0, 0};
-    device::until_there("the suffix", [&] {
-        bool again = false;
+                for (int i = 0; i < EACH; ++i)
+                    raw[i] = who.warp + i * WARPS < a.tokens ? device::peek4(at + i * WARPS * QKV) : uint4{0, 0, 0, 0};
+            },
+            [&] {
+                bool any = false;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i)
-            if (device::absent(raw[i])) raw[i] = device::peek4(from(i)), again = true;
-        return again;
-    });
-    char* stages[2 * SPAN_KEYS / 32];
+                for (int i = 0; i < EACH; ++i) any = any || device::absent(raw[i]);
+                return any;
+            });
+        Ring second = ring.ahead(1);
+        ring.await(), second.await();
 #pragma unroll
-    for (int i = 0; i < 2 * SPAN_KEYS / 32; ++i, ring.next()) ring.await(), stages[i] = ring.data();
-#pragma unroll
-    for (int i = 0; i < MOST; ++i) {
-        const int piece = (i * CONSUMERS + who.thread) % kinds, kind = (i * CONSUMERS + who.thread) / kinds;
-        if (kind > 1) continue;
-        const int row = piece / PIECES, at = row / 32 + kind * (SPAN_KEYS / 32);
-        char* stage = at == 0 ? stages[0] : at == 1 ? stages[1] : at == 4 ? stages[4] : stages[5];
-        *reinterpret_cast<uint4*>(stage + row % 32 * (kind == 0 ? ROW_512 : ROW_TRANSPOSED) + piece % PIECES * 16) = raw[i];
+        for (int i = 0; i < EACH; ++i) {
+            const int row = who.warp + i * WARPS;
+            char* stage = i < 32 / WARPS ? ring.data() : second.data();
+            if (row < a.tokens) *reinterpret_cast<uint4*>(stage + row % 32 * step + who.lane * 16) = raw[i];
+        }
+        ring = ring.ahead(SPAN_KEYS / 32);
     }
     device::before_copies();
     sync();
 }
 
 ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scores, const Span& span, const bf16* fresh) {
-    uint4 raw[2][2];
-    const auto from = [&](int m, int s) {
-        const int query = span.block * QUERIES + who.half * 16 + m * 8 + who.g;
-        return fresh + query / HEADS * QKV + query % HEADS * HEAD + who.group * (HEAD / GROUPS) + who.t * 8 + s * 32;
-    };
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            const bool any = span.block * QUERIES + who.half * 16 + m * 8 + who.g < a.tokens * HEADS;
-            raw[s][m] = any ? device::peek4(from(m, s)) : uint4{0, 0, 0, 0};
-        }
     if (span.suffix) place_suffix(who, a, ring, fresh);
-    device::until_there("queries", [&] {
-        bool again = false;
+    uint4 raw[2][2];
+    const int query = span.block * QUERIES + who.half * 16 + who.g;
+    device::until_there(
+        [&] {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (device::absent(raw[i / 2][i % 2])) raw[i / 2][i % 2] = device::peek4(from(i % 2, i / 2)), again = true;
-        return again;
-    });
+            for (int m = 0; m < 2; ++m) {
+                const int q = query + m * 8;
+                const bf16* at = fresh + q / HEADS * QKV + q % HEADS * HEAD + who.group * (HEAD / GROUPS) + who.t * 8;
+#pragma unroll
+                for (int s = 0; s < 2; ++s)
+                    raw[s][m] = q < a.tokens * HEADS ? device::peek4(at + s * 32) : uint4{0, 0, 0, 0};
+            }
+        },
+        [&] { return device::absent(raw[0][0]) || device::absent(raw[0][1]) || device::absent(raw[1][0]) || device::absent(raw[1][1]); });
     device::sync_warp();
     const uint32_t zero = device::hidden_zero();
     const device::Rows in[2] = {{raw[0][0], raw[0][1], zero}, {raw[1][0], raw[1][1], zero}};
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < SPAN_KEYS / 32; ++stage) {
         const char* k = ring.await() + who.g * ROW_512 + (who.group * (HEAD / GROUPS) + who.t * 8) * 2;
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
-            if (stage * 32 + tile * 8 >= span.keys) break;
             float c[4] = {};
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
@@ -375,40 +349,32 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
 
 // Weights times values: all 32 rows, 32 dims a warp.
 ON_DEVICE void weigh(const Who& who, const Arguments& a, Ring& ring, const float* weights, const Span& span) {
-    constexpr int STEPS = SPAN_KEYS / 16;
     float c[2][4][4] = {};
-    uint32_t x[STEPS][2][4];
     const char* in = reinterpret_cast<const char*>(weights + who.g * SCORE_STEP) + who.t * 4;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                x[s][m][i] = *reinterpret_cast<const uint32_t*>(in + (m * 16 + i % 2 * 8) * (SCORE_STEP * 4) + (s * 16 + i / 2 * 8) * 2);
     const int key = who.lane / 8 % 2 * 8 + who.lane % 8, dim = who.warp * 32 + who.lane / 16 * 8;
-#pragma unroll
-    for (int stage = 0; stage < STEPS / 2; ++stage) {
+#pragma unroll 1
+    for (int stage = 0; stage < SPAN_KEYS / 32; ++stage, in += 64) {
         const char* v = ring.await() + key * ROW_TRANSPOSED + dim * 2;
-        if (stage * 32 >= span.keys) {
-            ring.release(who.lane);
-            continue;
+        if (stage * 32 < span.keys) {
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                uint32_t b[2][4], x[2][4];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) device::load_transposed(b[n], v + s * 16 * ROW_TRANSPOSED + n * 32);
+#pragma unroll
+                for (int m = 0; m < 2; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        x[m][i] = *reinterpret_cast<const uint32_t*>(in + (m * 16 + i % 2 * 8) * (SCORE_STEP * 4) + (s * 16 + i / 2 * 8) * 2);
+#pragma unroll
+                for (int m = 0; m < 2; ++m)
+#pragma unroll
+                    for (int n = 0; n < 4; ++n)
+                        device::multiply(
+                            c[m][n], x[m][0], x[m][1], x[m][2], x[m][3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            }
         }
-        uint32_t b[2][2][4];
-#pragma unroll
-        for (int s = 0; s < 2; ++s)
-#pragma unroll
-            for (int n = 0; n < 2; ++n) device::load_transposed(b[s][n], v + s * 16 * ROW_TRANSPOSED + n * 32);
         ring.release(who.lane);
-#pragma unroll
-        for (int s = 0; s < 2; ++s)
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const uint32_t(&w)[4] = x[stage * 2 + s][m];
-                    device::multiply(c[m][n], w[0], w[1], w[2], w[3], b[s][n / 2][n % 2 * 2], b[s][n / 2][n % 2 * 2 + 1]);
-                }
     }
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -427,18 +393,18 @@ ON_DEVICE void join_spans(const Who& who, const Arguments& a, const Span& span, 
     if (!span.shares(who.warp) || query >= a.tokens * HEADS) return;
     uint4 parts[SPANS];
     uint2 tops[SPANS];
+    device::until_there(
+        [&] {
 #pragma unroll
-    for (int s = 0; s < SPANS; ++s)
-        parts[s] = device::peek4(span.sums(a, s, query) + dim), tops[s] = device::peek2(span.tops(a, half, s, query));
-    device::until_there("a span", [&] {
-        bool again = false;
+            for (int s = 0; s < SPANS; ++s)
+                parts[s] = device::peek4(span.sums(a, s, query) + dim), tops[s] = device::peek2(span.tops(a, half, s, query));
+        },
+        [&] {
+            bool any = false;
 #pragma unroll
-        for (int s = 0; s < SPANS; ++s) {
-            if (device::absent(parts[s])) parts[s] = device::peek4(span.sums(a, s, query) + dim), again = true;
-            if (device::absent(tops[s])) tops[s] = device::peek2(span.tops(a, half, s, query)), again = true;
-        }
-        return again;
-    });
+            for (int s = 0; s < SPANS; ++s) any = any || device::absent(parts[s]) || device::absent(tops[s]);
+            return any;
+        });
     float top = -2.0e30f, total = 0.0f, sum[4] = {};
 #pragma unroll
     for (int s = 0; s < SPANS; ++s) top = fmaxf(top, device::as_float(tops[s].x));
@@ -504,60 +470,54 @@ ON_DEVICE void leave(const Who& who, const Arguments& a, const Owned& own, float
     }
 }
 
+// What a phase that adds to the stream needs of the norms' table: its gate, and scale and shift of the next norm.
+struct Lines {
+    float2 gate, scale, shift;
+
+    ON_DEVICE Lines(const Arguments& a, const float* line, int norm, int column) {
+        gate = of_line(a, line, norm, 2, column);
+        scale = of_line(a, line, norm + 1, 0, column), shift = of_line(a, line, norm + 1, 1, column);
+    }
+};
+
 // Residual += gate * product, whose cuts are in 8 CTAs: each adds up its share of the rows.
-template <int INPUT, int ROW_STEP, int TILES_A_STAGE>
-ON_DEVICE void add_product(
-    const Who& who, const Arguments& a, Ring& ring, const Room& room, Owned& own, const float* line, const bf16* x, Left left,
-    int phase) {
-    constexpr int EACH = INPUT / CUTS;
-    const int tile = who.cta / CUTS, cut = who.cta % CUTS, second = phase % PHASES == 4, norm = phase / PHASES * 2 + second;
-    float2 gate, factor, shift;
-    product<EACH / GROUPS, TILE / 8, ROW_STEP, TILES_A_STAGE, SUM_STEP>(
-        who, ring, room.sums(), x + cut * EACH, INPUT, a.tokens,
-        [&] {
-            gate = of_line(a, line, norm, 2, own.column);
-            factor = of_line(a, line, norm + 1, 0, own.column), shift = of_line(a, line, norm + 1, 1, own.column);
-        },
-        [] {});
-    stamp(a, phase, 1);
-    uint32_t* parts = a.board + PRODUCTS + second * OF_PRODUCT + tile * (CUTS * MAX_TOKENS * TILE);
-    for (int i = who.thread; i < a.tokens * (TILE / 4); i += CONSUMERS) {
-        const int row = i / (TILE / 4), column = i % (TILE / 4) * 4;
-        float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            const float4 part = *reinterpret_cast<const float4*>(room.sums() + (g * ROWS + row) * SUM_STEP + column);
-            sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-        }
-        const uint4 bits = {device::bits_of(sum.x), device::bits_of(sum.y), device::bits_of(sum.z), device::bits_of(sum.w)};
-        device::post4(parts + (cut * MAX_TOKENS + row) * TILE + column, bits);
+ON_DEVICE void add(
+    const Who& who, const Arguments& a, const Room& room, Owned& own, const Lines& lines, uint32_t* parts, Left left, int phase) {
+    const int column = who.thread % (TILE / 4) * 4;
+    parts += who.cta / CUTS * (CUTS * MAX_TOKENS * TILE);
+    uint32_t* out = parts + who.cta % CUTS * (MAX_TOKENS * TILE) + column;
+#pragma unroll 1
+    for (int row = who.thread / (TILE / 4); row < a.tokens; row += CONSUMERS / (TILE / 4)) {
+        const float2 low = summed(room.sums(), row, column), high = summed(room.sums(), row, column + 2);
+        device::post4(out + row * TILE, {device::bits_of(low.x), device::bits_of(low.y), device::bits_of(high.x), device::bits_of(high.y)});
     }
     stamp(a, phase, 2);
     const bool last = phase == a.depth * PHASES - 1;
-    if (own.row >= a.tokens) {
-        leave(who, a, own, factor, shift, left, last);
-        return;
+    if (own.row < a.tokens) {
+        uint2 part[CUTS];
+        parts += own.row * TILE + who.lane * 2;
+        device::until_there(
+            [&] {
+#pragma unroll
+                for (int s = 0; s < CUTS; ++s) part[s] = device::peek2(parts + s * (MAX_TOKENS * TILE));
+            },
+            [&] {
+                bool any = false;
+#pragma unroll
+                for (int s = 0; s < CUTS; ++s) any = any || device::absent(part[s]);
+                return any;
+            });
+        float2 sum = {0.0f, 0.0f};
+#pragma unroll
+        for (int s = 0; s < CUTS; ++s) sum.x += device::as_float(part[s].x), sum.y += device::as_float(part[s].y);
+        own.value.x += lines.gate.x * sum.x, own.value.y += lines.gate.y * sum.y;
     }
-    uint2 part[CUTS];
-    parts += own.row * TILE + who.lane * 2;
-#pragma unroll
-    for (int s = 0; s < CUTS; ++s) part[s] = device::peek2(parts + s * (MAX_TOKENS * TILE));
-    device::until_there("a cut", [&] {
-        bool again = false;
-#pragma unroll
-        for (int s = 0; s < CUTS; ++s)
-            if (device::absent(part[s])) part[s] = device::peek2(parts + s * (MAX_TOKENS * TILE)), again = true;
-        return again;
-    });
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int s = 0; s < CUTS; ++s) sum.x += device::as_float(part[s].x), sum.y += device::as_float(part[s].y);
-    own.value.x += gate.x * sum.x, own.value.y += gate.y * sum.y;
     device::sync_warp();
     stamp(a, phase, 3);
-    leave(who, a, own, factor, shift, left, last);
+    leave(who, a, own, lines.scale, lines.shift, left, last);
+    if (own.row < a.tokens)
 #pragma unroll
-    for (int s = 0; s < CUTS; ++s) device::post2(parts + s * (MAX_TOKENS * TILE), ABSENT_PAIR);
+        for (int s = 0; s < CUTS; ++s) device::post2(parts + s * (MAX_TOKENS * TILE), ABSENT_PAIR);
 }
 
 ON_DEVICE float gelu(float x) {
@@ -566,26 +526,19 @@ ON_DEVICE float gelu(float x) {
     return device::quotient(x, 1.0f + device::exponential(fminf(-2.0f * u, 80.0f)));
 }
 
-ON_DEVICE void gate_and_up(const Who& who, const Arguments& a, Ring& ring, const Room& room, const Owned& own, int phase) {
-    const int layer = phase / PHASES;
-    float* sums = room.sums();
-    Factors factors(who, a, a.middle_squares(layer));
-    product<WIDTH / GROUPS, TILE / 8, ROW_2048, 1, SUM_STEP>(
-        who, ring, sums, a.middle(layer), WIDTH, a.tokens + 1, [&] { factors.await(who, a, a.middle_squares(layer)), factors.ask(); },
-        [&] { factors.make(who, a, room.factors()); });
-    stamp(a, phase, 1);
+ON_DEVICE void gate(const Who& who, const Arguments& a, const Room& room, bf16* hidden) {
+    const float* sums = room.sums();
     // A thread has the same two columns in all its rows.
     const int column = who.thread % (GATES / 2) * 2;
-    const float2 gate_shift = summed<SUM_STEP>(sums, a.tokens, column), up_shift = summed<SUM_STEP>(sums, a.tokens, GATES + column);
-    bf16* out = a.hidden(layer) + who.cta * GATES + column;
+    const float2 gate_shift = summed(sums, a.tokens, column), up_shift = summed(sums, a.tokens, GATES + column);
+    bf16* out = hidden + who.cta * GATES + column;
+#pragma unroll 1
     for (int row = who.thread / (GATES / 2); row < a.tokens; row += CONSUMERS / (GATES / 2)) {
-        const float factor = room.factors()[row];
-        const float2 gate = normed<SUM_STEP>(sums, row, column, factor, gate_shift);
-        const float2 up = normed<SUM_STEP>(sums, row, GATES + column, factor, up_shift);
+        const float factor = factor_of(a, room, row);
+        const float2 gate = normed(sums, row, column, factor, gate_shift);
+        const float2 up = normed(sums, row, GATES + column, factor, up_shift);
         device::post1(out + row * MLP, device::pack(gelu(gate.x) * up.x, gelu(gate.y) * up.y));
     }
-    stamp(a, phase, 2);
-    if (layer > 0) own.clear(who, a, a.end(layer - 1), a.end_squares(layer - 1));
 }
 
 // What stays the same through all layers: the angles of this CTA's pairs, and which keys of its span are there.
@@ -609,17 +562,34 @@ ON_DEVICE void compute(const Arguments& a, char* shared) {
     const float* line = a.table + (a.line == nullptr ? 0 : *a.line) * a.line_step;
     prepare(Who(), a, room, span);
     sync();
+#pragma unroll 1
     for (int phase = 0; phase < a.phases; ++phase) {
         const Who who;
+        const int layer = phase / PHASES, kind = phase % PHASES, cut = who.cta % CUTS;
         stamp(a, phase, 0);
-        const int layer = phase / PHASES;
-        const Left middle = {a.middle(layer), a.middle_squares(layer)}, end = {a.end(layer), a.end_squares(layer)};
-        switch (phase % PHASES) {
-            case 0: query_key_value(who, a, ring, room, span, own, phase); break;
-            case 1: attend(who, a, ring, room, span, phase); break;
-            case 2: add_product<INNER, ROW_512, 4>(who, a, ring, room, own, line, a.attended(layer), middle, phase); break;
-            case 3: gate_and_up(who, a, ring, room, own, phase); break;
-            case 4: add_product<MLP, ROW_1024, 2>(who, a, ring, room, own, line, a.hidden(layer), end, phase); break;
+        if (kind == 1) {
+            attend(who, a, ring, room, span, phase);
+        } else {
+            const bool first = kind == 0, adds = kind == 2 || kind == 4, down = kind == 4;
+            Product p = {a.middle(layer), WIDTH, a.tokens + 1, WIDTH / GROUPS / 32, first ? 3 : TILE / 8, ROW_2048, 0};
+            if (first) p.x = phase == 0 ? a.scaled : a.end(layer - 1);
+            if (kind == 2) p = {a.attended(layer) + cut * (INNER / CUTS), INNER, a.tokens, INNER / CUTS / GROUPS / 32, TILE / 8, ROW_512, 2};
+            if (down) p = {a.hidden(layer) + cut * (MLP / CUTS), MLP, a.tokens, MLP / CUTS / GROUPS / 32, TILE / 8, ROW_1024, 1};
+            const Lines lines(a, line, layer * 2 + down, own.column);
+            if (!adds) await_stream(who, a, room, first ? a.end_squares(max(layer - 1, 0)) : a.middle_squares(layer), phase == 0);
+            multiply(who, ring, room.sums(), p);
+            stamp(a, phase, 1);
+            if (first) {
+                rotate(who, a, room, a.fresh(layer));
+                if (layer > 0) clear_layer(who, a, span, own, layer - 1);
+            } else if (adds) {
+                uint32_t* parts = a.board + PRODUCTS + down * OF_PRODUCT;
+                const Left left = {down ? a.end(layer) : a.middle(layer), down ? a.end_squares(layer) : a.middle_squares(layer)};
+                add(who, a, room, own, lines, parts, left, phase);
+            } else {
+                gate(who, a, room, a.hidden(layer));
+                if (layer > 0) own.clear(who, a, a.end(layer - 1), a.end_squares(layer - 1));
+            }
         }
         stamp(a, phase, 6);
         // The next phase writes what this one still reads in shared memory.

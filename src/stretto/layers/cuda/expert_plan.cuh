@@ -32,10 +32,10 @@ constexpr int ALL_QUERIES = MAX_TOKENS * HEADS;
 static_assert(ALL_QUERIES / QUERIES * SPANS <= CTAS);
 
 // Shared memory: the ring; sums of the four groups of warps that share the input of a product; small tables; barriers.
-constexpr int GROUPS = 4, SUM_STEP = TILE + 8, PAIR_STEP = 24 + 16, SCORE_STEP = SPAN_KEYS + 8;
+constexpr int GROUPS = 4, SUM_STEP = TILE + 8, SCORE_STEP = SPAN_KEYS + 8;
 constexpr int SUM_BYTES = GROUPS * ROWS * SUM_STEP * 4;
 static_assert(GROUPS * QUERIES * SCORE_STEP * 4 <= SUM_BYTES);
-constexpr int FACTORS_AT = STAGES * STAGE_BYTES + SUM_BYTES, ANGLES_AT = FACTORS_AT + ROWS * 4;
+constexpr int SQUARES_AT = STAGES * STAGE_BYTES + SUM_BYTES, ANGLES_AT = SQUARES_AT + GROUPS * ROWS * 4;
 constexpr int VALID_AT = ANGLES_AT + ROWS * PAIRS * 8, BARRIERS_AT = VALID_AT + SPAN_KEYS;
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
 static_assert(SHARED_BYTES <= 227 * 1024 && BARRIERS_AT % 8 == 0);
@@ -76,7 +76,7 @@ struct Arguments {
     int32_t depth, phases, tokens, prefix, square_parts;
     float log2_theta, eps;
 
-    ON_DEVICE uint32_t* of_layer(int layer, int64_t at) const { return board + layer % 2 * OF_LAYER + at; }
+    ON_DEVICE uint32_t* of_layer(int layer, int64_t at) const { return board + ((layer & 1) != 0 ? OF_LAYER + at : at); }
     // [tokens, 10, 256], [tokens, 8, 256], [tokens, 4096], [tokens + 1, 1024] twice; [tokens, tiles] twice
     ON_DEVICE bf16* fresh(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, FRESH)); }
     ON_DEVICE bf16* attended(int layer) const { return reinterpret_cast<bf16*>(of_layer(layer, ATTENDED)); }
