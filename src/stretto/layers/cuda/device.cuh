@@ -68,7 +68,11 @@ ON_DEVICE uint32_t pack(float low, float high) {
     return both;
 }
 
-ON_DEVICE float power_of_two(float x) { return exp2f(x); }
+ON_DEVICE float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 ON_DEVICE float inverse_root(float x) { return rsqrtf(x); }
 ON_DEVICE float exponential(float x) { return __expf(x); }
 ON_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }

@@ -223,11 +223,11 @@ ON_DEVICE void rotate(const Who& who, const Arguments& a, const Room& room, bf16
     }
 }
 
-// Softmax of this span's scores, four rows a warp; weights go where the row's first scores were.
-ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, const Span& span) {
+// Softmax of two rows of this span's scores by one warp; weights go where a row's first scores were.
+ON_DEVICE void soften_two(const Who& who, const Arguments& a, const Room& room, const Span& span, int row) {
     const float scale = 0.0625f * 1.4426950408889634f;  // 1 / sqrt(HEAD), and e^x as a power of two
-    constexpr int EACH = QUERIES / WARPS;
-    float* at = room.sums() + who.warp * EACH * SCORE_STEP;
+    constexpr int EACH = 2;
+    float* at = room.sums() + row * SCORE_STEP;
     float s[EACH][4], top[EACH], total[EACH];
     const uchar4 valid = *reinterpret_cast<const uchar4*>(room.valid() + who.lane * 4);
 #pragma unroll
@@ -266,10 +266,15 @@ ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, cons
     if (who.lane < 2)
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int query = span.block * QUERIES + who.warp * EACH + i;
+            const int query = span.block * QUERIES + row + i;
             const uint2 both = {device::bits_of(top[i]), device::bits_of(total[i])};
             if (query < a.tokens * HEADS) device::post2(span.tops(a, who.lane, span.cut, query), both);
         }
+}
+
+ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, const Span& span) {
+#pragma unroll 1
+    for (int i = 0; i < QUERIES / WARPS; i += 2) soften_two(who, a, room, span, who.warp * (QUERIES / WARPS) + i);
 }
 
 // Put the suffix's keys and values into the stages that are kept for them.
@@ -391,13 +396,14 @@ ON_DEVICE void weigh(const Who& who, const Arguments& a, Ring& ring, const float
 ON_DEVICE void join_spans(const Who& who, const Arguments& a, const Span& span, bf16* attended) {
     const int query = span.shared_query(who.warp), half = who.warp % 2, dim = half * HALF + who.lane * 4;
     if (!span.shares(who.warp) || query >= a.tokens * HEADS) return;
+    uint32_t *sums = span.sums(a, 0, query) + dim, *tops_at = span.tops(a, half, 0, query);
     uint4 parts[SPANS];
     uint2 tops[SPANS];
     device::until_there(
         [&] {
 #pragma unroll
             for (int s = 0; s < SPANS; ++s)
-                parts[s] = device::peek4(span.sums(a, s, query) + dim), tops[s] = device::peek2(span.tops(a, half, s, query));
+                parts[s] = device::peek4(sums + s * (ALL_QUERIES * HEAD)), tops[s] = device::peek2(tops_at + s * (ALL_QUERIES * 2));
         },
         [&] {
             bool any = false;
@@ -420,8 +426,8 @@ ON_DEVICE void join_spans(const Who& who, const Arguments& a, const Span& span, 
     device::sync_warp();
 #pragma unroll
     for (int s = 0; s < SPANS; ++s) {
-        device::post4(span.sums(a, s, query) + dim, {device::ABSENT, device::ABSENT, device::ABSENT, device::ABSENT});
-        if (who.lane == 0) device::post2(span.tops(a, half, s, query), ABSENT_PAIR);
+        device::post4(sums + s * (ALL_QUERIES * HEAD), {device::ABSENT, device::ABSENT, device::ABSENT, device::ABSENT});
+        if (who.lane == 0) device::post2(tops_at + s * (ALL_QUERIES * 2), ABSENT_PAIR);
     }
 }
 
@@ -546,7 +552,7 @@ ON_DEVICE void prepare(const Who& who, const Arguments& a, const Room& room, con
     for (int i = who.thread; i < a.tokens * PAIRS; i += CONSUMERS) {
         const int pair = who.cta * PAIRS + i % PAIRS;
         const float power = -a.log2_theta / HALF * float(pair % HALF);
-        const float angle = float(*a.start + i / PAIRS) * device::power_of_two(power);
+        const float angle = float(*a.start + i / PAIRS) * exp2f(power);
         const bool turned = pair / HALF <= HEADS;  // queries and keys are, values are not
         room.angles()[i] = turned ? float2{cosf(angle), sinf(angle)} : float2{1.0f, 0.0f};
     }
