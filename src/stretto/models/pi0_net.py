@@ -162,11 +162,7 @@ class Pi0Net(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute in place what is made of weights: patch weights with wider rows, and the time table.
-
-        The table has a line a denoise step, and a last one for t=0 (actions already known).
-        """
-        self.vision.refresh()
+        """Recompute the time table in place: one line a denoise step, and a last one for t=0 (actions already known)."""
         times = [t for t, _ in euler_schedule(self.config.denoise_steps)]
         self.table.copy_(self.time(torch.tensor([*times, 0.0], device=self.table.device)).table)
 

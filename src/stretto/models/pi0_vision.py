@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from stretto.layers.kernels.attention import attention
 from stretto.layers.kernels.layer_norm import add_layer_norm
@@ -42,34 +42,23 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """SigLIP and the projection into the language model; all cameras of all rows are one batch."""
 
-    embed_wide: Tensor
-
     def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
         super().__init__()
         dims = config.vision
         self.patch, self.eps, self.dtype = dims.patch, config.norm_eps, dtype
         self.embed = nn.Linear(3 * dims.patch**2, dims.width, dtype=dtype)
-        # The same with rows of a multiple of 16 bytes, as fast products want them; the surplus is zeros.
-        wide = torch.empty(dims.width, -(-3 * dims.patch**2 // 8) * 8, dtype=dtype)
-        self.register_buffer("embed_wide", wide, persistent=False)
         self.position = nn.Parameter(torch.empty(config.tokens_per_camera, dims.width))
         self.blocks = nn.ModuleList(VisionBlock(dims.width, dims.mlp, dims.heads, dtype) for _ in range(dims.depth))
         self.norm = nn.LayerNorm(dims.width)
         self.project = nn.Linear(dims.width, config.language.width, dtype=dtype)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Make the wide copy of the patch weights again, in place."""
-        self.embed_wide.zero_()
-        self.embed_wide[:, : self.embed.in_features] = self.embed.weight
-
     def patches(self, images_BCRR3: Tensor) -> Tensor:
         """Return the embedded patches without their positions, [B C, T, D]."""
-        columns = self.embed_wide.shape[1]
+        # Rows of a multiple of 16 bytes, as fast products want them.
+        surplus = -self.embed.in_features % 8
+        columns = self.embed.in_features + surplus
         rows = patchify(images_BCRR3.flatten(0, 1), self.patch, dtype=self.dtype, columns=columns)
-        if torch.is_grad_enabled():
-            return linear(rows[..., : self.embed.in_features], self.embed.weight, self.embed.bias)
-        return linear(rows, self.embed_wide, self.embed.bias)
+        return linear(rows, pad(self.embed.weight, (0, surplus)), self.embed.bias)
 
     def forward(self, images_BCRR3: Tensor) -> Tensor:
         """Return image tokens [B, I, D] of uint8 pixels, or of float pixels in [-1, 1]."""
