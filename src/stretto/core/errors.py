@@ -5,6 +5,8 @@ An error says which field is wrong, what was given, what was expected and, where
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class StrettoError(Exception):
     """Base of all errors raised on purpose."""
@@ -21,6 +23,10 @@ class FieldError(StrettoError):
         self.field, self.got, self.expected, self.hint = field, got, expected, hint
         text = f"{field}: got {got}, expected {expected}"
         super().__init__(f"{text}. {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross between processes: a pool that cannot read one waits for ever.
+        return partial(type(self), got=str(self.got), expected=str(self.expected), hint=self.hint), (self.field,)
 
 
 class ConfigError(FieldError):
@@ -71,8 +77,11 @@ class RefusedError(StrettoError):
     code = "refused"
 
     def __init__(self, reason: str, text: str) -> None:
-        self.reason = reason
+        self.reason, self._text = reason, text
         super().__init__(f"refused ({reason}): {text}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason, self._text)
 
 
 class DeadlineError(RefusedError):
