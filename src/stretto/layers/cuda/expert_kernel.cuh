@@ -277,57 +277,56 @@ ON_DEVICE void soften(const Who& who, const Arguments& a, const Room& room, cons
     for (int i = 0; i < QUERIES / WARPS; i += 2) soften_two(who, a, room, span, who.warp * (QUERIES / WARPS) + i);
 }
 
-// Put the suffix's keys and values into the stages that are kept for them.
+// Put the suffix's keys and values into the stages that are kept for them. All spans of a block wait for this one.
 ON_DEVICE void place_suffix(const Who& who, const Arguments& a, Ring ring, const bf16* fresh) {
-    constexpr int EACH = MAX_TOKENS / WARPS;
-#pragma unroll 1
-    for (int kind = 0; kind < 2; ++kind) {
-        // A warp has every eighth row, a lane 16 bytes of it.
-        const bf16* at = fresh + who.warp * QKV + (HEADS + kind) * HEAD + who.lane * 8;
-        const int step = kind == 0 ? ROW_512 : ROW_TRANSPOSED;
-        uint4 raw[EACH];
-        device::until_there(
-            [&] {
+    // A warp has every eighth row, a lane 16 bytes of its key and of its value.
+    constexpr int EACH = MAX_TOKENS / WARPS, KIND = SPAN_KEYS / 32;
+    const bf16* at = fresh + who.warp * QKV + HEADS * HEAD + who.lane * 8;
+    uint4 raw[2][EACH];
+    device::until_there(
+        [&] {
 #pragma unroll
-                for (int i = 0; i < EACH; ++i)
-                    raw[i] = who.warp + i * WARPS < a.tokens ? device::peek4(at + i * WARPS * QKV) : uint4{0, 0, 0, 0};
-            },
-            [&] {
-                bool any = false;
+            for (int i = 0; i < EACH; ++i)
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) any = any || device::absent(raw[i]);
-                return any;
-            });
-        Ring second = ring.ahead(1);
-        ring.await(), second.await();
+                for (int kind = 0; kind < 2; ++kind)
+                    raw[kind][i] = who.warp + i * WARPS < a.tokens ? device::peek4(at + i * WARPS * QKV + kind * HEAD) : uint4{0, 0, 0, 0};
+        },
+        [&] {
+            bool any = false;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int row = who.warp + i * WARPS;
-            char* stage = i < 32 / WARPS ? ring.data() : second.data();
-            if (row < a.tokens) *reinterpret_cast<uint4*>(stage + row % 32 * step + who.lane * 16) = raw[i];
-        }
-        ring = ring.ahead(SPAN_KEYS / 32);
+            for (int i = 0; i < EACH; ++i) any = any || device::absent(raw[0][i]) || device::absent(raw[1][i]);
+            return any;
+        });
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int row = who.warp + i * WARPS;
+        const Ring keys = ring.ahead(i * WARPS / 32), values = ring.ahead(i * WARPS / 32 + KIND);
+        if (i * WARPS % 32 == 0) keys.await(), values.await();
+        if (row >= a.tokens) break;
+        *reinterpret_cast<uint4*>(keys.data() + row % 32 * ROW_512 + who.lane * 16) = raw[0][i];
+        *reinterpret_cast<uint4*>(values.data() + row % 32 * ROW_TRANSPOSED + who.lane * 16) = raw[1][i];
     }
     device::before_copies();
     sync();
 }
 
 ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scores, const Span& span, const bf16* fresh) {
-    if (span.suffix) place_suffix(who, a, ring, fresh);
-    uint4 raw[2][2];
+    uint4 raw[2][2] = {};
     const int query = span.block * QUERIES + who.half * 16 + who.g;
-    device::until_there(
-        [&] {
+    const auto ask = [&] {
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const int q = query + m * 8;
-                const bf16* at = fresh + q / HEADS * QKV + q % HEADS * HEAD + who.group * (HEAD / GROUPS) + who.t * 8;
-#pragma unroll
-                for (int s = 0; s < 2; ++s)
-                    raw[s][m] = q < a.tokens * HEADS ? device::peek4(at + s * 32) : uint4{0, 0, 0, 0};
-            }
-        },
-        [&] { return device::absent(raw[0][0]) || device::absent(raw[0][1]) || device::absent(raw[1][0]) || device::absent(raw[1][1]); });
+        for (int m = 0; m < 2; ++m) {
+            const int q = query + m * 8;
+            const bf16* at = fresh + q / HEADS * QKV + q % HEADS * HEAD + who.group * (HEAD / GROUPS) + who.t * 8;
+            if (q < a.tokens * HEADS) raw[0][m] = device::peek4(at), raw[1][m] = device::peek4(at + 32);
+        }
+    };
+    ask();
+    if (span.suffix) place_suffix(who, a, ring, fresh);
+    while (device::absent(raw[0][0]) || device::absent(raw[0][1]) || device::absent(raw[1][0]) || device::absent(raw[1][1])) {
+        device::pause();
+        ask();
+    }
     device::sync_warp();
     const uint32_t zero = device::hidden_zero();
     const device::Rows in[2] = {{raw[0][0], raw[0][1], zero}, {raw[1][0], raw[1][1], zero}};
@@ -336,6 +335,7 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
         const char* k = ring.await() + who.g * ROW_512 + (who.group * (HEAD / GROUPS) + who.t * 8) * 2;
 #pragma unroll
         for (int tile = 0; tile < 4; ++tile) {
+            if (stage * 32 >= span.keys) break;
             float c[4] = {};
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
