@@ -163,7 +163,7 @@ def stamped(case: Case) -> dict[str, Any]:
         parts: dict[str, Any] = {}
         for a, b in itertools.pairwise(there):
             both = (events[..., a] > 0) & (events[..., b] > 0)
-            if (a, b) == (5, 6) or not both.any():
+            if not both.any():
                 continue
             spent = (events[..., b] - events[..., a])[both].double()
             parts[f"{a}-{b}"] = [round(spent.mean().item()), round(spent.max().item())]

@@ -12,10 +12,6 @@
 
 #include "expert_feed.cuh"
 
-#ifndef STRETTO_AHEAD
-#define STRETTO_AHEAD 4
-#endif
-
 namespace expert {
 
 // Who a thread is: in a fragment of the matrix unit it has row `g` and the columns at `t`.
@@ -49,81 +45,78 @@ ON_DEVICE void stamp(const Arguments& a, int phase, int event) {
 // A product of the rows of `x` with the weight rows in the next stages. A group of warps has 32 `blocks` columns of the input.
 struct Product {
     const bf16* x;
-    int x_step, rows, blocks, tiles, row_step, tiles_a_stage_log2;
+    int x_step, rows, blocks, tiles, row_step, tiles_a_stage;
 };
 
 // Multiply; leave, per group of warps, sums over its input columns.
 //
 // Within 32 columns lane t of a quad has 8 adjacent ones, of both factors alike: which of them meets which does not matter to
-// a sum. Products with the columns that are there run while others come.
-ON_DEVICE void multiply(const Who& who, Ring& ring, float* sums, const Product& p) {
-    constexpr int AHEAD = STRETTO_AHEAD, TILES_N = TILE / 8;
-    uint4 raw[AHEAD][4];
+// a sum. The input stays in registers while tiles of 8 weight rows pass, so stages are free for what comes next one by one.
+ON_DEVICE void multiply(const Who& who, const Arguments& a, Ring& ring, float* sums, const Product& p, int phase) {
+    constexpr int MOST = WIDTH / GROUPS / 32;
+    uint4 raw[MOST][4];
     const int row = who.half * 32 + who.g;
     const bf16* x_at = p.x + row * p.x_step + (who.group * p.blocks * 4 + who.t) * 8;
-    const auto ask = [&](int i) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m)
-            if (row + m * 8 < p.rows) raw[i][m] = device::peek4(x_at + m * 8 * p.x_step + i * 32);
-    };
+    for (int s = 0; s < MOST; ++s)
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
+        for (int m = 0; m < 4; ++m) raw[s][m] = {0, 0, 0, 0};
+    device::until_there(
+        [&] {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) raw[i][m] = {0, 0, 0, 0};
-        if (i < p.blocks) ask(i);
-    }
-    const int used = p.tiles >> p.tiles_a_stage_log2;
-    Ring next = ring;
-#pragma unroll 1
-    for (int i = 0; i < used; ++i, next.next()) next.await();
-    const char* w[TILES_N];
+            for (int m = 0; m < 4; ++m) {
+                if (row + m * 8 >= p.rows) break;
+                const bf16* at = x_at + m * 8 * p.x_step;
 #pragma unroll
-    for (int i = 0; i < TILES_N; ++i) {
-        const int stage = i >> p.tiles_a_stage_log2, at = i - (stage << p.tiles_a_stage_log2);
-        w[i] = ring.shared + (ring.stage + stage) % STAGES * STAGE_BYTES + (at * 8 + who.g) * p.row_step
-            + (who.group * p.blocks * 4 + who.t) * 16;
-    }
-    float c[TILES_N][2][4] = {};
+                for (int s = 0; s < MOST; ++s) {
+                    if (s >= p.blocks) break;
+                    raw[s][m] = device::peek4(at + s * 32);
+                }
+            }
+        },
+        [&] {
+            bool any = false;
+#pragma unroll
+            for (int s = 0; s < MOST; ++s)
+#pragma unroll
+                for (int m = 0; m < 4; ++m) any = any | device::absent(raw[s][m]);
+            return any;
+        });
+    device::sync_warp();
     const uint32_t zero = device::hidden_zero();
-#pragma unroll 1
-    for (int s = 0; s < p.blocks; s += AHEAD) {
+    device::Rows in[MOST][2];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            if (s + i >= p.blocks) break;
-            while (device::absent(raw[i][0]) || device::absent(raw[i][1]) || device::absent(raw[i][2]) || device::absent(raw[i][3])) {
-                device::pause();
-                ask(i);
-            }
-            device::sync_warp();
-            const device::Rows in[2] = {{raw[i][0], raw[i][1], zero}, {raw[i][2], raw[i][3], zero}};
-            if (s + i + AHEAD < p.blocks) {
-                x_at += AHEAD * 32;
-                ask(i);
-                x_at -= AHEAD * 32;
-            }
+    for (int s = 0; s < MOST; ++s)
 #pragma unroll
-            for (int tile = 0; tile < TILES_N; ++tile) {
-                if (tile == 3 && p.tiles == 3) break;
-                const uint4 b = *reinterpret_cast<const uint4*>(w[tile] + i * 64);
-                device::multiply_first(c[tile][0], in[0], b), device::multiply_first(c[tile][1], in[1], b);
-                device::multiply_second(c[tile][0], in[0], b), device::multiply_second(c[tile][1], in[1], b);
-            }
-        }
-        x_at += AHEAD * 32;
-#pragma unroll
-        for (int tile = 0; tile < TILES_N; ++tile) w[tile] += AHEAD * 64;
-    }
-#pragma unroll 1
-    for (int i = 0; i < used; ++i) ring.release(who.lane);
+        for (int m = 0; m < 2; ++m) in[s][m] = device::Rows(raw[s][2 * m], raw[s][2 * m + 1], zero);
+    stamp(a, phase, 2);
+    const int start = who.g * p.row_step + (who.group * p.blocks * 4 + who.t) * 16;
     float* out = sums + (who.group * ROWS + row) * SUM_STEP + who.t * 2;
+    int in_stage = 0;
+    const char* w = ring.await() + start;
+#pragma unroll 1
+    for (int tile = 0; tile < p.tiles; ++tile, out += 8) {
+        float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-    for (int tile = 0; tile < TILES_N; ++tile)
+        for (int s = 0; s < MOST; ++s) {
+            if (s >= p.blocks) break;
+            const uint4 b = *reinterpret_cast<const uint4*>(w + s * 64);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) device::multiply_first(even[m], in[s][m], b), device::multiply_second(odd[m], in[s][m], b);
+        }
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            float* at = out + m * 16 * SUM_STEP + tile * 8;
-            *reinterpret_cast<float2*>(at) = float2{c[tile][m][0], c[tile][m][1]};
-            *reinterpret_cast<float2*>(at + 8 * SUM_STEP) = float2{c[tile][m][2], c[tile][m][3]};
+            float* at = out + m * 16 * SUM_STEP;
+            *reinterpret_cast<float2*>(at) = float2{even[m][0] + odd[m][0], even[m][1] + odd[m][1]};
+            *reinterpret_cast<float2*>(at + 8 * SUM_STEP) = float2{even[m][2] + odd[m][2], even[m][3] + odd[m][3]};
         }
+        w += 8 * p.row_step;
+        if (++in_stage == p.tiles_a_stage) {
+            ring.release(who.lane);
+            in_stage = 0;
+            if (tile + 1 < p.tiles) w = ring.await() + start;
+        }
+    }
     sync();
 }
 
@@ -310,7 +303,8 @@ ON_DEVICE void place_suffix(const Who& who, const Arguments& a, Ring ring, const
     sync();
 }
 
-ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scores, const Span& span, const bf16* fresh) {
+ON_DEVICE void score(
+    const Who& who, const Arguments& a, Ring& ring, float* scores, const Span& span, const bf16* fresh, int phase) {
     uint4 raw[2][2] = {};
     const int query = span.block * QUERIES + who.half * 16 + who.g;
     const auto ask = [&] {
@@ -327,6 +321,7 @@ ON_DEVICE void score(const Who& who, const Arguments& a, Ring& ring, float* scor
         device::pause();
         ask();
     }
+    stamp(a, phase, 1);
     device::sync_warp();
     const uint32_t zero = device::hidden_zero();
     const device::Rows in[2] = {{raw[0][0], raw[0][1], zero}, {raw[1][0], raw[1][1], zero}};
@@ -432,16 +427,14 @@ ON_DEVICE void join_spans(const Who& who, const Arguments& a, const Span& span, 
 }
 
 ON_DEVICE void attend(const Who& who, const Arguments& a, Ring& ring, const Room& room, const Span& span, int phase) {
-    if (!span.any) return;
     const bf16* fresh = a.fresh(phase / PHASES);
-    score(who, a, ring, room.sums(), span, fresh);
-    stamp(a, phase, 1);
+    score(who, a, ring, room.sums(), span, fresh, phase);
+    stamp(a, phase, 2);
     soften(who, a, room, span);
     sync();
-    stamp(a, phase, 2);
-    weigh(who, a, ring, room.sums(), span);
     stamp(a, phase, 3);
-    join_spans(who, a, span, a.attended(phase / PHASES));
+    weigh(who, a, ring, room.sums(), span);
+    stamp(a, phase, 4);
 }
 
 ON_DEVICE float2 of_line(const Arguments& a, const float* line, int norm, int part, int column) {
@@ -492,12 +485,12 @@ ON_DEVICE void add(
     const int column = who.thread % (TILE / 4) * 4;
     parts += who.cta / CUTS * (CUTS * MAX_TOKENS * TILE);
     uint32_t* out = parts + who.cta % CUTS * (MAX_TOKENS * TILE) + column;
-#pragma unroll 1
+#pragma unroll 2
     for (int row = who.thread / (TILE / 4); row < a.tokens; row += CONSUMERS / (TILE / 4)) {
         const float2 low = summed(room.sums(), row, column), high = summed(room.sums(), row, column + 2);
         device::post4(out + row * TILE, {device::bits_of(low.x), device::bits_of(low.y), device::bits_of(high.x), device::bits_of(high.y)});
     }
-    stamp(a, phase, 2);
+    stamp(a, phase, 4);
     const bool last = phase == a.depth * PHASES - 1;
     if (own.row < a.tokens) {
         uint2 part[CUTS];
@@ -519,7 +512,7 @@ ON_DEVICE void add(
         own.value.x += lines.gate.x * sum.x, own.value.y += lines.gate.y * sum.y;
     }
     device::sync_warp();
-    stamp(a, phase, 3);
+    stamp(a, phase, 5);
     leave(who, a, own, lines.scale, lines.shift, left, last);
     if (own.row < a.tokens)
 #pragma unroll
@@ -538,7 +531,7 @@ ON_DEVICE void gate(const Who& who, const Arguments& a, const Room& room, bf16* 
     const int column = who.thread % (GATES / 2) * 2;
     const float2 gate_shift = summed(sums, a.tokens, column), up_shift = summed(sums, a.tokens, GATES + column);
     bf16* out = hidden + who.cta * GATES + column;
-#pragma unroll 1
+#pragma unroll 2
     for (int row = who.thread / (GATES / 2); row < a.tokens; row += CONSUMERS / (GATES / 2)) {
         const float factor = factor_of(a, room, row);
         const float2 gate = normed(sums, row, column, factor, gate_shift);
@@ -574,20 +567,25 @@ ON_DEVICE void compute(const Arguments& a, char* shared) {
         const int layer = phase / PHASES, kind = phase % PHASES, cut = who.cta % CUTS;
         stamp(a, phase, 0);
         if (kind == 1) {
-            attend(who, a, ring, room, span, phase);
+            if (span.any) attend(who, a, ring, room, span, phase);
+            // While others still attend. The suffix's span comes last, and joins first.
+            if (layer > 0 && !span.suffix) clear_layer(who, a, span, own, layer - 1);
+            stamp(a, phase, 5);
+            if (span.any) join_spans(who, a, span, a.attended(layer));
+            if (layer > 0 && span.suffix) clear_layer(who, a, span, own, layer - 1);
         } else {
             const bool first = kind == 0, adds = kind == 2 || kind == 4, down = kind == 4;
-            Product p = {a.middle(layer), WIDTH, a.tokens + 1, WIDTH / GROUPS / 32, first ? 3 : TILE / 8, ROW_2048, 0};
+            Product p = {a.middle(layer), WIDTH, a.tokens + 1, WIDTH / GROUPS / 32, first ? 3 : TILE / 8, ROW_2048, 1};
             if (first) p.x = phase == 0 ? a.scaled : a.end(layer - 1);
-            if (kind == 2) p = {a.attended(layer) + cut * (INNER / CUTS), INNER, a.tokens, INNER / CUTS / GROUPS / 32, TILE / 8, ROW_512, 2};
-            if (down) p = {a.hidden(layer) + cut * (MLP / CUTS), MLP, a.tokens, MLP / CUTS / GROUPS / 32, TILE / 8, ROW_1024, 1};
+            if (kind == 2) p = {a.attended(layer) + cut * (INNER / CUTS), INNER, a.tokens, INNER / CUTS / GROUPS / 32, TILE / 8, ROW_512, 4};
+            if (down) p = {a.hidden(layer) + cut * (MLP / CUTS), MLP, a.tokens, MLP / CUTS / GROUPS / 32, TILE / 8, ROW_1024, 2};
             const Lines lines(a, line, layer * 2 + down, own.column);
             if (!adds) await_stream(who, a, room, first ? a.end_squares(max(layer - 1, 0)) : a.middle_squares(layer), phase == 0);
-            multiply(who, ring, room.sums(), p);
             stamp(a, phase, 1);
+            multiply(who, a, ring, room.sums(), p, phase);
+            stamp(a, phase, 3);
             if (first) {
                 rotate(who, a, room, a.fresh(layer));
-                if (layer > 0) clear_layer(who, a, span, own, layer - 1);
             } else if (adds) {
                 uint32_t* parts = a.board + PRODUCTS + down * OF_PRODUCT;
                 const Left left = {down ? a.end(layer) : a.middle(layer), down ? a.end_squares(layer) : a.middle_squares(layer)};
