@@ -4,8 +4,8 @@
     python benchmarks/pi05_table.py --small                                        # a tiny model on the CPU, to try the script
 
 Times are the device's, from pictures in uint8 to actions in fp32, of one graph; stages are graphs of their own. `rested`
-requests come with a pause before each, their launch queued ahead; `sustained` ones back to back, after a run-up: under sustained
-load the chip lowers its clock, so clock and power stand beside each. Stock torch runs the same network in a process of its own,
+requests come with a pause before each, their launch queued ahead; `sustained` ones back to back, after a run-up: the chip
+lowers its clock under load, so clock and power stand beside each. Stock torch runs the same network in a process of its own,
 without our kernels, in a graph.
 """
 
