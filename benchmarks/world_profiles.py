@@ -1,6 +1,7 @@
 """Turns the profiles that `world.py` measured, and the decoder times of `wan_block.py`, into those that ship with the package.
 
-    cd benchmarks/results && python ../world_profiles.py world_2x_chunk*_h200.json --decoders wan_block_h200.json
+    cd benchmarks/results && python ../world_profiles.py world_2x_chunk3_h200.json world_seeds_1x_h200.json \\
+        world_2x_h200.json world_1x_vae_h200.json --decoders wan_block_h200.json
 
 One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured: with
 the other stages, or by itself. The VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one
@@ -22,7 +23,7 @@ from stretto.sched.costs import BatchCost
 from stretto.sched.profile import Profile, StageProfile
 
 USUAL_WINDOW = 21
-OUT = Path(__file__).parents[1] / "src" / "stretto" / "sched" / "profiles"
+OUT = Path(__file__).resolve().parents[1] / "src" / "stretto" / "sched" / "profiles"
 
 
 def decodes(path: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
@@ -46,16 +47,17 @@ def with_decoder(profile: Profile, rows: dict[tuple[int, int, str], dict[str, An
         pixel_width=width,
         decoder="vae",
     )
-    eager, graph = (rows.get((config.channels, frames, mode)) for mode in ("eager", "graph"))
-    if eager is None or graph is None:
+    mode = "graph" if "graph" in profile.provenance.note else "eager"
+    row = rows.get((config.channels, frames, mode))
+    if row is None:
         return None
     model = RandomWorld(config)(device="meta", only=())
     stage = StageProfile(
-        BatchCost(((1, eager["p50_ms"] / 1e3),)), eager["weight_bytes"], eager["cache_bytes"], "stream", crossing_bytes=0
+        BatchCost(((1, row["p50_ms"] / 1e3),)), row["weight_bytes"], row["cache_bytes"], "stream", crossing_bytes=0
     )
     note = (
-        f"; decode of {source}, measured on {eager['model']} in eager mode ({graph['p50_ms']:.1f} ms in a graph), one row "
-        "only, its working memory not counted"
+        f"; decode of {source}, measured on {row['model']}, one row only, mode {mode}, one launch at a time, its "
+        "working memory not counted"
     )
     return replace(
         profile,

@@ -43,7 +43,8 @@ def test_the_three_wan_models_were_measured_on_an_h200() -> None:
         assert (profile.device, made.source) == (H200, "measured")
         assert made.commit
         assert made.date
-        assert "eager" in made.note
+        graph = profile.facts["frames_per_chunk"] == 1
+        assert ("graph, sustained" in made.note, "eager" in made.note) == (graph, not graph)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -70,23 +71,49 @@ def test_a_measured_profile_can_be_planned_with(name: str) -> None:
         assert {p.device for p in plan.classes["default"]} == {d.name for d in devices}
 
 
-@pytest.mark.parametrize("frames", [1, 3])
-def test_the_shipped_figures_are_those_of_the_results(frames: int) -> None:
-    result = json.loads((RESULTS / f"world_2x_chunk{frames}_h200.json").read_text())
-    decode = {
-        row["chunk_frames"]: row["p50_ms"]
-        for row in reversed(json.loads((RESULTS / "wan_block_h200.json").read_text())["rows"])
-        if row.get("stage") == "decode" and row["mode"] == "eager"
+def measured_in(file: str, model: str) -> Profile:
+    profiles = (Profile.from_json(json.dumps(raw)) for raw in json.loads((RESULTS / file).read_text())["profiles"])
+    return next(p for p in profiles if p.model == model)
+
+
+@pytest.mark.parametrize(
+    ("model", "frames", "decoder", "file"),
+    [
+        ("wan2.1-1.3b", 1, "none", "world_2x_h200.json"),
+        ("wan2.1-1.3b", 1, "vae", "world_1x_vae_h200.json"),
+        ("wan2.1-14b", 1, "none", "world_2x_h200.json"),
+        ("wan2.2-5b", 1, "none", "world_seeds_1x_h200.json"),
+        ("wan2.1-1.3b", 3, "none", "world_2x_chunk3_h200.json"),
+        ("wan2.1-14b", 3, "none", "world_2x_chunk3_h200.json"),
+    ],
+)
+def test_the_shipped_figures_are_those_of_the_results(model: str, frames: int, decoder: str, file: str) -> None:
+    wanted = measured_in(file, model)
+    found = find(model, H200, {"frames_per_chunk": frames, "decoder": decoder})
+    assert found is not None
+    assert (found.stages, found.launch_s) == (wanted.stages, wanted.launch_s)
+    assert found.provenance.commit == wanted.provenance.commit
+    assert file in found.provenance.note
+
+
+@pytest.mark.parametrize(
+    ("model", "frames", "mode"), [("wan2.1-14b", 1, "graph"), ("wan2.1-1.3b", 3, "eager"), ("wan2.1-14b", 3, "eager")]
+)
+def test_a_decode_that_was_measured_by_itself_is_the_one_of_the_profiles_mode(model: str, frames: int, mode: str) -> None:
+    (decode,) = {
+        row["p50_ms"]
+        for row in json.loads((RESULTS / "wan_block_h200.json").read_text())["rows"]
+        if (row.get("stage"), row.get("model"), row.get("chunk_frames"), row.get("mode"))
+        == ("decode", "wan2.1-1.3b", frames, mode)
     }
-    for raw in result["profiles"]:
-        wanted = Profile.from_json(json.dumps(raw))
-        found = find(wanted.model, H200, {"frames_per_chunk": frames, "decoder": "none"})
-        assert found is not None
-        assert (found.stages, found.launch_s) == (wanted.stages, wanted.launch_s)
-        whole = find(wanted.model, H200, {"frames_per_chunk": frames, "decoder": "vae"})
-        assert (whole is None) == (wanted.model == "wan2.2-5b")  # its decode was not measured
-        if whole is not None:
-            assert whole.work_s - found.work_s == pytest.approx(decode[frames] / 1e3)
+    plain, whole = (find(model, H200, {"frames_per_chunk": frames, "decoder": name}) for name in ("none", "vae"))
+    assert plain is not None
+    assert whole is not None
+    assert whole.work_s - plain.work_s == pytest.approx(decode / 1e3)
+
+
+def test_the_decode_of_wan_2_2_was_not_measured() -> None:
+    assert find("wan2.2-5b", H200, {"frames_per_chunk": 1, "decoder": "vae"}) is None
 
 
 def test_a_model_of_another_form_or_device_is_cut_evenly() -> None:
