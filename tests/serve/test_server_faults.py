@@ -70,38 +70,6 @@ def test_many_small_frames_cannot_add_up_to_an_oversized_message() -> None:
         assert closing(ws) == (1009, "frame with 30000 bytes after reading 390000 bytes exceeds limit of 400000 bytes")
 
 
-def test_a_client_that_never_reads_is_not_read_either_and_others_are_served() -> None:
-    with (
-        ServerThread(small()) as server,
-        # Without pings of its own: on a slow machine the flood lasts longer than their patience.
-        connect(server.url, compression=None, ping_interval=None) as ws,
-        connect(server.url) as other,
-    ):
-        for one in (ws, other):
-            one.recv(timeout=5)
-        for name in ("SO_RCVBUF", "SO_SNDBUF"):
-            ws.socket.setsockopt(socket.SOL_SOCKET, getattr(socket, name), 4096)
-        request = pack(OBSERVATION)
-        # Past its turn: each is told so, until nobody takes what it is told; then the server stops reading.
-        with pytest.raises(TimeoutError):
-            flood(ws.socket, masked(request), most=200_000)
-        for _ in range(3):
-            other.send(request)
-            assert "actions" in unpack(other.recv(timeout=5))
-        ws.socket.close()
-
-
-def flood(to: socket.socket, frame: bytes, most: int) -> None:
-    to.settimeout(0.5)
-    for _ in range(most):
-        to.sendall(frame)
-
-
-def masked(payload: bytes) -> bytes:
-    """A binary frame as clients send them, with a mask of zeros."""
-    return b"\x82\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload
-
-
 def test_queued_work_of_a_client_that_left_is_dropped() -> None:
     policy = small(infer_s=0.4)
     with ServerThread(policy) as server, connect(server.url) as first:
