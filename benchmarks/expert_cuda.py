@@ -26,13 +26,13 @@ from expert import Report, captured, config_of, denoise, prefix_of, replayed_ms
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Keys, Weights, expert_kernel
-from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Weights, expert_kernel
+from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
 from stretto.layers.kernels.stream import Stream, open_stream
 from stretto.models import pi0
-from stretto.models.pi0_expert import Expert, ExpertNorms, PrefixKV
+from stretto.models.pi0_expert import Expert, ExpertNorms
 from stretto.models.pi0_net import Pi0Net
 
 NAMES = ("qkv", "attention", "out", "gate_up", "down")
@@ -41,11 +41,6 @@ EVENTS = 8
 
 def weights_of(expert: Expert) -> list[Weights]:
     return [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in expert._layers()]
-
-
-def keys_of(prefix: PrefixKV) -> Keys:
-    kept = prefix.k_SNPKd, prefix.v_SNPKd, prefix.slots_B, prefix.mask_BP
-    return Keys(*kept, prefix.length_B, prefix.suffix_start_B)
 
 
 class Case:
@@ -63,7 +58,7 @@ class Case:
     def run(self, phases: int | None = None, board: Board | None = None, stamps: Tensor | None = None) -> Stream:
         lines = self.norms.lines(0), self.norms.lines(1)
         more: dict[str, Any] = {"phases": phases, "board": board, "stamps": stamps}
-        keys, eps = keys_of(self.prefix), self.norms.eps
+        keys, eps = self.prefix, self.norms.eps
         return self.kernel.run(self.stream, self.weights, lines, keys, theta=self.theta, eps=eps, **more)
 
     def board(self) -> Board:
@@ -179,7 +174,7 @@ def with_kernel(case: Case) -> None:
 
     def streamed(stream: Stream, norms: ExpertNorms, prefix: PrefixKV, counters: Tensor) -> Stream:
         lines = norms.lines(0), norms.lines(1)
-        return case.kernel.run(stream, case.weights, lines, keys_of(prefix), theta=case.theta, eps=norms.eps)
+        return case.kernel.run(stream, case.weights, lines, prefix, theta=case.theta, eps=norms.eps)
 
     object.__setattr__(case.net.expert, "streamed", streamed)
 

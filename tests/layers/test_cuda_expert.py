@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Keys, Weights, expert_kernel
+from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Weights, expert_kernel
 from stretto.layers.kernels.ada_rms_norm import Modulation
-from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
 from stretto.layers.kernels.stream import Stream, open_stream
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     stream: Stream
     weights: list[Weights]
     norms: list[Modulation]
-    keys: Keys
+    keys: PrefixKV
 
     def run(self, kernel: ExpertKernel, phases: int | None = None, board: Board | None = None) -> Stream:
         lines = self.norms[0], self.norms[1]
@@ -55,7 +55,7 @@ def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
     def number(n: int) -> Tensor:
         return torch.tensor([n], dtype=torch.int32, device=device)
 
-    keys = Keys(k, v, torch.tensor([2], device=device), mask, number(length), number(700))
+    keys = PrefixKV(k, v, torch.tensor([2], device=device), mask, number(length), number(700))
     return Call(open_stream.reference(normal(1, tokens, WIDTH), norms[0], HALF), weights, norms, keys)
 
 
@@ -63,7 +63,7 @@ def by_steps(c: Call, stream: Stream, layer: int, dtype: torch.dtype = HALF) -> 
     """What each phase of a layer leaves, by the references of the separate kernels."""
     w, (first, second, third), keys = c.weights[layer], c.norms[2 * layer : 2 * layer + 3], c.keys
     shape = {"heads": HEADS, "kv_heads": 1, "head_dim": HEAD, "theta": 1e4, "eps": EPS}
-    fresh = norm_qkv.reference(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.starts_B, **shape)
+    fresh = norm_qkv.reference(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.suffix_start_B, **shape)
     q, k, v = torch.split(fresh, [HEADS, 1, 1], dim=2)
     kept = keys.k_SNPKd[:, layer].nan_to_num(), keys.v_SNPKd[:, layer].nan_to_num(), keys.slots_B
     named = {"key_mask_BP": keys.mask_BP, "length_B": keys.length_B, "k_suffix_BTKd": k, "v_suffix_BTKd": v}

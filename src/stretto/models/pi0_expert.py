@@ -15,10 +15,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from stretto.layers.cuda.expert import Keys, Weights
+from stretto.layers.cuda.expert import Weights
 from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
-from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, expert_layers
 from stretto.layers.kernels.gated_linear import counters_needed
 from stretto.layers.kernels.linear_activation import dense, linear_geglu
@@ -27,20 +27,6 @@ from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.stream import Stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import GemmaDims, Pi0Config
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixKV:
-    """Keys and values of the prefix, read in place: row b's are in slot `slots_B[b]`."""
-
-    k_SNPKd: Tensor  # [slots, layers, P, K, d]
-    v_SNPKd: Tensor
-    slots_B: Tensor
-    mask_BP: Tensor
-    length_B: Tensor
-    """Keys at this index and beyond are never valid."""
-    suffix_start_B: Tensor
-    """Rotary position of the first suffix token: the number of valid prefix tokens."""
 
 
 class Rotary(TypedDict):
@@ -115,7 +101,7 @@ class Expert(nn.Module):
         x = ada_rms_norm(residual, norms.lines(0), norms.eps).to(self.dtype)
         for i, block in enumerate(blocks):
             q, k, v = block.rotated(x, positions_BS)
-            x, residual = norms.add(2 * i + 1, residual, block.out(self.attend(i, prefix, q, k, v)))
+            x, residual = norms.add(2 * i + 1, residual, block.out(prefix.attend(i, q, k, v, self.lead)))
             y = block.mlp(x)
             x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x
@@ -133,10 +119,8 @@ class Expert(nn.Module):
         blocks = self._layers()
         weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in blocks]
         lines = [norms.lines(i) for i in range(2 * len(blocks) + 1)]
-        kept = prefix.k_SNPKd, prefix.v_SNPKd, prefix.slots_B
-        keys = Keys(*kept, prefix.mask_BP, prefix.length_B, prefix.suffix_start_B)
         shape = Shape(**blocks[0].rotary, eps=norms.eps, lead=self.lead)
-        return expert_layers(stream, weights, lines, keys, shape, counters)
+        return expert_layers(stream, weights, lines, prefix, shape, counters)
 
     def streams(self, x_BSA: Tensor) -> bool:
         """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""
@@ -144,20 +128,6 @@ class Expert(nn.Module):
         few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
         return few and runs and not torch.is_grad_enabled()
-
-    def attend(self, layer: int, prefix: PrefixKV, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return what a layer's output projection reads, [B, S, H d]."""
-        return prefix_attention(
-            q,
-            prefix.k_SNPKd[:, layer],
-            prefix.v_SNPKd[:, layer],
-            prefix.slots_B,
-            key_mask_BP=prefix.mask_BP,
-            length_B=prefix.length_B,
-            k_suffix_BTKd=k,
-            v_suffix_BTKd=v,
-            suffix_lead=self.lead,
-        ).flatten(2)
 
     def _layers(self) -> list[GemmaBlock]:
         return [b for b in self.blocks if isinstance(b, GemmaBlock)]

@@ -19,13 +19,13 @@ from torch.nn.functional import embedding
 
 from stretto.core.errors import ConfigError
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
-from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
 from stretto.layers.kernels.layer_norm import add_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
-from stretto.models.pi0_expert import ExpertNorms, GemmaBlock, PrefixKV
+from stretto.models.pi0_expert import ExpertNorms, GemmaBlock
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 from stretto.models.pi0_vision import VisionBlock
 
@@ -135,7 +135,7 @@ class Fp8Net:
             q, k, v = rope(
                 its.qkv(x), positions_BS, heads=dims.heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta
             )
-            y = its.out(its.out.plain(self.net.expert.attend(i, prefix, q, k, v)))
+            y = its.out(its.out.plain(prefix.attend(i, q, k, v, self.net.expert.lead)))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu_of(its.up, x))
             if i + 1 < len(readers):

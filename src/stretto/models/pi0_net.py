@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
-from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
 from stretto.layers.kernels.linear_activation import dense
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -27,7 +27,7 @@ from stretto.layers.kernels.stream import open_stream
 from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import Pi0Config
-from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, PrefixKV, RunExpert
+from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, RunExpert
 from stretto.models.pi0_vision import VisionTower
 
 __all__ = ["Condition", "Expert", "ExpertNorms", "GemmaBlock", "Pi0Net", "Prefix", "PrefixArena", "PrefixKV", "euler_schedule"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.layers.cuda.build import Built, built
 from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.stream import Stream, carries_shift
 
 PHASES = 5
@@ -56,17 +57,6 @@ class Weights(NamedTuple):
     out: Tensor
     gate_up: Tensor
     down: Tensor
-
-
-class Keys(NamedTuple):
-    """Keys and values of the prefix of all layers, and where this row's are."""
-
-    k_SNPKd: Tensor
-    v_SNPKd: Tensor
-    slots_B: Tensor
-    mask_BP: Tensor
-    length_B: Tensor
-    starts_B: Tensor
 
 
 class Board:
@@ -115,7 +105,7 @@ class ExpertKernel:
         error = library.stretto_expert_prepare(device_index)
         self.refusal = None if error is None else str(error.decode())
 
-    def takes(self, weights: Sequence[Weights], stream: Stream, first: Modulation, keys: Keys) -> bool:
+    def takes(self, weights: Sequence[Weights], stream: Stream, first: Modulation, keys: PrefixKV) -> bool:
         """Tell whether the kernel runs this call; depends on shapes, strides and dtypes only."""
         s, (batch, tokens, width) = self.sizes, stream.residual_BTD.shape
         inner = s.heads * s.head_dim
@@ -141,7 +131,7 @@ class ExpertKernel:
             and carries_shift(first)
             and first.table.dtype == torch.float32
             and keys.slots_B.dtype == torch.int64
-            and {keys.length_B.dtype, keys.starts_B.dtype} == {torch.int32}
+            and {keys.length_B.dtype, keys.suffix_start_B.dtype} == {torch.int32}
         )
 
     def run(
@@ -149,7 +139,7 @@ class ExpertKernel:
         stream: Stream,
         weights: Sequence[Weights],
         lines: tuple[Modulation, Modulation],
-        keys: Keys,
+        keys: PrefixKV,
         *,
         theta: float,
         eps: float,
@@ -180,7 +170,7 @@ class ExpertKernel:
             len(weights), len(weights) * PHASES if phases is None else phases, tokens,
             mask.shape[1], stream.squares_MP.shape[1],
             keys.k_SNPKd.data_ptr(), keys.v_SNPKd.data_ptr(), *keys.k_SNPKd.stride()[:3],
-            keys.slots_B.data_ptr(), mask.data_ptr(), keys.length_B.data_ptr(), keys.starts_B.data_ptr(),
+            keys.slots_B.data_ptr(), mask.data_ptr(), keys.length_B.data_ptr(), keys.suffix_start_B.data_ptr(),
             line.table.data_ptr(), line.stride, norm_step,
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),

@@ -7,7 +7,7 @@ Shape legend: B rows, T query tokens, N keys, H query heads, K key/value heads, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -282,6 +282,35 @@ def _arena_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 attention = FusedOp(attention_reference, attention_triton, supports=_fresh_call)
 prefix_attention = FusedOp(prefix_attention_reference, prefix_attention_triton, supports=_arena_call)
+
+
+class PrefixKV(NamedTuple):
+    """Keys and values of a prefix in all layers, read in place: row b's are in slot `slots_B[b]`."""
+
+    k_SNPKd: Tensor  # [slots, layers, P, K, d]
+    v_SNPKd: Tensor
+    slots_B: Tensor
+    mask_BP: Tensor
+    length_B: Tensor
+    """Keys at this index and beyond are never valid."""
+    suffix_start_B: Tensor
+    """Rotary position of the first suffix token: the number of valid prefix tokens."""
+
+    def attend(self, layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, lead: int) -> Tensor:
+        """Return what a layer's suffix sees, [B, T, H d]; its first `lead` tokens do not see those behind them."""
+        return prefix_attention(
+            q_BTHd,
+            self.k_SNPKd[:, layer],
+            self.v_SNPKd[:, layer],
+            self.slots_B,
+            key_mask_BP=self.mask_BP,
+            length_B=self.length_B,
+            k_suffix_BTKd=k_BTKd,
+            v_suffix_BTKd=v_BTKd,
+            suffix_lead=lead,
+        ).flatten(2)
+
+
 _FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma"), **tma.FIELDS}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.expert import ExpertKernel, Keys, Weights, expert_kernel
+from stretto.layers.cuda.expert import ExpertKernel, Weights, expert_kernel
 from stretto.layers.kernels.ada_rms_norm import Modulation
-from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
 from stretto.layers.kernels.stream import Stream, open_stream
@@ -46,7 +46,7 @@ class _Sizes(TypedDict):
 
 
 def expert_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape, counters: Tensor
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape, counters: Tensor
 ) -> Stream:
     """Return the stream behind the last layer; its scaled rows are in fp32, for what comes after the last norm.
 
@@ -63,7 +63,7 @@ def expert_layers(
 
 
 def one_launch(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
 ) -> tuple[ExpertKernel | None, str]:
     """Return the kernel that would run a call, or None; and where it is, or why it would not."""
     device = stream.residual_BTD.device
@@ -80,33 +80,23 @@ def one_launch(
     return kernel, said
 
 
-def key_of(stream: Stream, weights: Sequence[Weights], keys: Keys, shape: Shape) -> Key:
+def key_of(stream: Stream, weights: Sequence[Weights], keys: PrefixKV, shape: Shape) -> Key:
     batch, tokens, width = stream.residual_BTD.shape
     heads = shape.heads, shape.kv_heads, shape.head_dim
     return (batch, tokens, len(weights), width, weights[0].down.shape[1], *heads, keys.mask_BP.shape[1])
 
 
 def separate_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: Keys, shape: Shape, counters: Tensor
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape, counters: Tensor
 ) -> Stream:
     """Run layers as five kernels each: norms are folded into the products behind them, sums into those before."""
     dtype, (heads, kv_heads, head_dim, theta, eps, lead) = stream.scaled_BRD.dtype, shape
     for i, w in enumerate(weights):
         first, second, third = norms[2 * i : 2 * i + 3]
         sizes: _Sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        qkv = norm_qkv(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.starts_B, **sizes, theta=theta, eps=eps)
+        qkv = norm_qkv(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.suffix_start_B, **sizes, theta=theta, eps=eps)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
-        y = prefix_attention(
-            q,
-            keys.k_SNPKd[:, i],
-            keys.v_SNPKd[:, i],
-            keys.slots_B,
-            key_mask_BP=keys.mask_BP,
-            length_B=keys.length_B,
-            k_suffix_BTKd=k,
-            v_suffix_BTKd=v,
-            suffix_lead=lead,
-        ).flatten(2)
+        y = keys.attend(i, q, k, v, lead)
         stream = gated_linear(y, w.out, stream.residual_BTD, first, second, dtype, counters)
         y = norm_geglu(stream.scaled_BRD, stream.squares_MP, w.gate_up, second, eps)
         last = i == len(weights) - 1
@@ -130,7 +120,7 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ..
     norms = [Modulation(table[:, i], lines) for i in range(2 * depth + 1)]
     kept = [normal(batch, depth, prefix, kv_heads, head_dim) for _ in range(2)]
     slots, mask = torch.randperm(batch, device=device), torch.rand(batch, prefix, device=device) < 0.9
-    keys = Keys(kept[0], kept[1], slots, mask, number(prefix), number(prefix))
+    keys = PrefixKV(kept[0], kept[1], slots, mask, number(prefix), number(prefix))
     stream = open_stream.reference(torch.randn(batch, tokens, width, device=device), norms[0], dtype)
     counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=device)
     return stream, weights, norms, keys, Shape(heads, kv_heads, head_dim, 1e4, 1e-6), counters
