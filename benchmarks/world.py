@@ -18,13 +18,13 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from world_arguments import add_place, place_of
 
 from stretto.deploy.provenance import provenance
-from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_crowd import crowd
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting
 from stretto.deploy.worlds import TINY, config_of
@@ -107,14 +107,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--windows", nargs="*", type=int, default=[21, 9])
     parser.add_argument("--decoders", nargs="*", default=["none", "vae"], choices=["none", "light", "vae"])
     parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL, CROWD], help="all that fit by default")
-    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--streams", type=int, default=1)
-    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--seconds", type=float, default=3.0, help="measured span of each row")
-    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
-    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path)
+    add_place(parser)
     args = parser.parse_args()
     if args.small:
         args.models, args.windows = [TINY], [6]
@@ -124,9 +119,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     until = time.monotonic() + 60.0 * args.minutes
-    count = args.gpus or torch.cuda.device_count() or (4 if args.small else 1)
-    names = [f"cuda:{i}" for i in range(count)] if torch.cuda.is_available() and not args.small else ["cpu"] * count
-    devices, args.mode, args.dtype = resolve(names, args.mode, "auto")
+    devices, args.mode, args.dtype = place_of(args, on_cpu=4 if args.small else 1)
     result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices), "rows": []}
     result["host"] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     result["rings"] = "filled with normal random numbers; streams begin at the first chunk whose rings count as full"

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from world_arguments import add_place, place_of
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
-from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_plans import ahead_of, plan_of
 from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, run, simulated
 from stretto.deploy.worlds import TINY, config_of
@@ -211,23 +211,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", default=["wan2.1-1.3b", "wan2.2-5b"], choices=[*SPECS, TINY])
     parser.add_argument("--chunk-frames", type=int, default=1)
     parser.add_argument("--window", type=int, default=21)
-    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
-    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
-    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
     parser.add_argument("--chunks", type=int, default=12, help="chunks of a stream in a span")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4], help="batch sizes to profile")
-    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
-    parser.add_argument("--out", type=Path)
+    add_place(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args, began_s = parse(), time.monotonic()
-    cuda = torch.cuda.is_available() and not args.small
-    count = args.gpus or (torch.cuda.device_count() if cuda else 1)
-    devices, mode, dtype = resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
+    devices, mode, dtype = place_of(args, on_cpu=1)
     models, window = ([TINY], 6) if args.small else (args.models, args.window)
     result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices)}
     result |= {"mode": mode, "workers": args.workers, "noise": NOISE, "host": {"cores": os.cpu_count()}, "cases": []}

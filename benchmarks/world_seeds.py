@@ -16,14 +16,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from world_arguments import add_place, place_of
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
-from stretto.deploy.world_bench import WorldBench, WorldCase, resolve
+from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_trial import NOISE, Entry, Script, figures, needed_s, run
 from stretto.deploy.worlds import TINY, config_of
 from stretto.sched.batching import worthwhile_cap
@@ -179,22 +179,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds; no row begins that would go beyond")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--seconds", type=float, default=3.0, help="what is looked at of each row that runs flat out")
-    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--streams", type=int, default=4, help="streams of the joint placement")
-    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
-    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
-    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
-    parser.add_argument("--out", type=Path)
+    add_place(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args, began_s = parse(), time.monotonic()
-    cuda = torch.cuda.is_available() and not args.small
-    count = args.gpus or (torch.cuda.device_count() if cuda else 2)
-    names, mode, dtype = resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
+    names, mode, dtype = place_of(args, on_cpu=2)
     result: dict[str, Any] = {**provenance(torch.device(names[0].split(":")[0])), "devices": len(names), "mode": mode}
     result |= {"workers": args.workers, "noise": NOISE, "rows": [], "profiles": [], "slow": []}
 

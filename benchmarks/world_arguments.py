@@ -1,0 +1,27 @@
+"""The options that the benchmarks of world models share, and the devices that they come to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from stretto.core.plan import Mode
+from stretto.deploy.world_bench import resolve
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
+    parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
+    parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
+    parser.add_argument("--out", type=Path)
+
+
+def place_of(args: argparse.Namespace, on_cpu: int) -> tuple[tuple[str, ...], Mode, str]:
+    """Return devices, mode and dtype: the GPUs at hand, or `on_cpu` CPU devices, unless `--gpus` says how many."""
+    cuda = torch.cuda.is_available() and not args.small
+    count = args.gpus or (torch.cuda.device_count() if cuda else on_cpu)
+    return resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")
