@@ -1,10 +1,11 @@
-"""Wan blocks in FP8 beside bf16: time of a block, relative error of what a block adds, and of a chunk after all its steps.
+"""Wan blocks in FP8 beside bf16: relative error of what a block adds, and of a chunk after all its steps; time of a block.
 
     python benchmarks/wan_fp8.py --out benchmarks/results/wan_fp8_h200.json
 
 Weights and full rings are random, so the errors say how the two runs of one network differ, and nothing of pictures. A chunk
 goes through all blocks and denoise steps; its error is that of x0 against bf16's, and beside it stands that of bf16 against
-itself with the attention kernel of torch's own choice, which is what rounding alone does.
+itself with the attention kernel of torch's own choice, which is what rounding alone does. Both precisions run on one set of
+weights. Errors come first, then times: rested and sustained as in `wan_block.py`, both precisions in turn.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from wan_block import LocalRows, bind, captured, timed
+from wan_block import TINY, Timing, relative
+from wan_clock import PAUSE_S, Sensors, per_visit, rested, sustained
+from wan_rows import VISITS, WINDOW, LocalRows, bind
+from wan_stock import CHUNK, sized
 
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
 from stretto.models.wan import WanModel, build
 from stretto.models.wan_config import SPECS, WanConfig, tiny_config
+from stretto.models.wan_products import PlainProducts, Products
+from stretto.models.wan_stages import BlockStage
 
-WINDOW, VISITS = 21, 5
+SHORT_WINDOW = 9  # where rings of every step and block at the full window would not fit beside the weights
+LARGE = ("wan2.1-14b",)
 
 
 class StepRows(LocalRows):
@@ -35,8 +42,12 @@ class StepRows(LocalRows):
     def __init__(self, model: WanModel, chunk: int) -> None:
         super().__init__(model, model.config.denoise_steps, chunk)
         self.all = (list(self.host), self.steps_B, self.state_slots_B)
-        self.values = {name: value[:1] for name, value in self.values.items()}
+        self.begin = {name: value[:1].clone() for name, value in self.values.items()}
         self.slots_B = self.slots_B[:1]
+        self.restart()
+
+    def restart(self) -> None:
+        self.values = {name: value.clone() for name, value in self.begin.items()}
 
     def enter(self, step: int) -> None:
         rows, steps_B, slots_B = self.all
@@ -46,22 +57,34 @@ class StepRows(LocalRows):
         self.values[name] = value
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return round(float((got.float() - want.float()).norm() / want.float().norm()), 5)
+class TwoWays:
+    """One model whose blocks run in FP8 or in the network's own precision, on the same weights."""
+
+    def __init__(self, config: WanConfig, device: torch.device) -> None:
+        precision = "fp8" if device.type == "cuda" else "fp8-emulated"
+        self.model = build(replace(config, precision=precision), device=device)
+        self.model.randomize(seed=0)
+        self._stages = [stage for stage in self.model.stages.values() if isinstance(stage, BlockStage)]
+        plain: list[Products] = [PlainProducts(stage.block) for stage in self._stages]
+        self._products = {"fp8": [stage.products for stage in self._stages], "dtype": plain}
+
+    def use(self, precision: str) -> WanModel:
+        for stage, products in zip(self._stages, self._products[precision], strict=True):
+            stage.products = products
+        return self.model
 
 
-def added(model: WanModel, chunk: int) -> Tensor:
+def added(model: WanModel, rows: StepRows) -> Tensor:
     """Return what the first block adds to random hidden tokens."""
-    rows = StepRows(model, chunk)
+    rows.restart()
     rows.enter(0)
-    h = rows.get("h").clone()
     model.stages["block.0"].run(rows)  # type: ignore[arg-type]
-    return rows.get("h").float() - h.float()
+    return rows.get("h").float() - rows.begin["h"].float()
 
 
-def chunk_of(model: WanModel, chunk: int) -> Tensor:
+def chunk_of(model: WanModel, rows: StepRows) -> Tensor:
     """Return a chunk's clean latent."""
-    rows = StepRows(model, chunk)
+    rows.restart()
     for step in range(model.config.denoise_steps):
         rows.enter(step)
         for stage in ("embed", *(f"block.{i}" for i in range(model.config.blocks)), "head"):
@@ -69,70 +92,87 @@ def chunk_of(model: WanModel, chunk: int) -> Tensor:
     return rows.get("x")
 
 
-def errors(config: WanConfig, device: torch.device, run: Callable[[WanModel, int], Tensor]) -> dict[str, float]:
-    chunk = 3 * WINDOW
-
-    def result(precision: str) -> Tensor:
-        model = build(replace(config, precision=precision), device=device)
-        model.randomize(seed=0)
-        return run(model, chunk)
-
-    want = result("dtype")
-    made = {"fp8": relative(result("fp8" if device.type == "cuda" else "fp8-emulated"), want)}
+def errors(config: WanConfig, device: torch.device, run: Callable[[WanModel, StepRows], Tensor]) -> dict[str, Any]:
+    ways = TwoWays(config, device)
+    rows = StepRows(ways.use("dtype"), CHUNK)
+    want = run(ways.use("dtype"), rows)
+    made: dict[str, Any] = {"fp8": relative(run(ways.use("fp8"), rows), want)}
+    made["bf16 again"] = relative(run(ways.use("dtype"), rows), want)
     rule, chosen.choose = chosen.choose, lambda shape, q: chosen.SDPA  # the other way to attend
     try:
-        made["bf16, other attention"] = relative(result("dtype"), want)
+        made["bf16, other attention"] = relative(run(ways.use("dtype"), rows), want)
     finally:
         chosen.choose = rule
-    return made
+    return made | {"blocks": config.blocks, "window_frames": config.window_frames}
 
 
-def times(config: WanConfig, device: torch.device, rows_count: int, repeats: int) -> Iterator[dict[str, Any]]:
-    for precision in ("dtype", "fp8" if device.type == "cuda" else "fp8-emulated"):
-        model = build(replace(config, blocks=1, precision=precision), device=device)
-        model.randomize(seed=0)
-        rows = LocalRows(model, rows_count, 3 * WINDOW)
-        run = bind(model, "block.0", rows, VISITS)
-        row = {"model": config.name, "chunk_frames": config.frames_per_chunk, "rows": rows_count, "precision": precision}
-        try:
-            for mode in ("eager", "graph") if device.type == "cuda" else ("eager",):
-                replay, graph = (run, None) if mode == "eager" else captured(run)
-                row[mode] = {name: round(ms / VISITS, 4) for name, ms in timed(replay, device, repeats).items()}
-                del graph
-        except Exception as error:  # one case must not cost the others their figures
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-        yield row
+def times(config: WanConfig, timing: Timing, rows_count: int) -> dict[str, Any]:
+    ways = TwoWays(config, timing.device)
+    rows = LocalRows(ways.model, rows_count, CHUNK)
+    runs = {name: timing.graph(bind(ways.use(name), "block.0", rows, VISITS)) for name in ("dtype", "fp8")}
+    row: dict[str, Any] = {}
+    for name, found in rested(runs, timing.device, timing.sensors, timing.samples).items():
+        row[name] = {"rested": per_visit(found, VISITS)}
+    for name, run in runs.items():
+        row[name]["sustained"] = per_visit(sustained(run, timing.device, timing.sensors, timing.sustained_s), VISITS)
+    for state in ("rested", "sustained"):
+        row[f"gain_{state}"] = round(row["dtype"][state]["ms"]["p50"] / row["fp8"][state]["ms"]["p50"], 3)
+    return row
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    configs = [replace(tiny_config(), dtype="bfloat16")] if args.small else [SPECS[name] for name in args.models]
-    sized = [replace(config, frames_per_chunk=1, window_frames=WINDOW) for config in configs]
-    for rows in (1, 4):
-        for config in sized:
-            yield from times(config, device, rows, args.repeats)
-    for config in sized:
-        one = replace(config, blocks=1)
-        yield {"model": config.name, "relative_error_of": "what a block adds", **errors(one, device, added)}
-    # Rings of every step and block must fit beside the weights.
-    config = sized[0]
-    yield {"model": config.name, "relative_error_of": "a chunk", "blocks": config.blocks, **errors(config, device, chunk_of)}
+def cases(names: Sequence[str], timing: Timing) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Yield what makes each row, the most wanted first."""
+    device = timing.device
+
+    def whole(name: str) -> WanConfig:
+        config = replace(tiny_config(), dtype="bfloat16", sink_frames=0) if name == TINY else SPECS[name]
+        return replace(config, frames_per_chunk=1, window_frames=SHORT_WINDOW if name in LARGE else WINDOW)
+
+    def one(name: str) -> WanConfig:
+        return replace(sized(name, 1), dtype="bfloat16")
+
+    def heading(name: str, **more: Any) -> dict[str, Any]:
+        return {"model": name, "chunk_frames": 1, **more}
+
+    for name in names:
+        yield lambda n=name: heading(n, relative_error_of="what a block adds", **errors(one(n), device, added))  # type: ignore[misc]
+    for name in names:
+        if name not in LARGE:
+            yield lambda n=name: heading(n, relative_error_of="a chunk", **errors(whole(n), device, chunk_of))  # type: ignore[misc]
+    for name in names:
+        yield lambda n=name: heading(n, rows=1, **times(one(n), timing, 1))  # type: ignore[misc]
+    for name in names:
+        if name in LARGE:
+            yield lambda n=name: heading(n, relative_error_of="a chunk", **errors(whole(n), device, chunk_of))  # type: ignore[misc]
+    for name in names:
+        yield lambda n=name: heading(n, rows=4, **times(one(n), timing, 4))  # type: ignore[misc]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--models", nargs="*", default=["wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--budget-seconds", type=float, default=40.0)
+    parser.add_argument("--models", nargs="*", default=["wan2.2-5b", "wan2.1-1.3b", "wan2.1-14b"])
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--sustained", type=float, default=0.9)
+    parser.add_argument("--budget-seconds", type=float, default=60.0)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    about, rows, until = provenance(device), list[dict[str, Any]](), time.monotonic() + args.budget_seconds
-    made = cases(args, device)
+    about = {**provenance(device), "pause_s": PAUSE_S, "sustained_s": args.sustained}
+    rows, until = list[dict[str, Any]](), time.monotonic() + args.budget_seconds
+    timing = Timing(device, Sensors(device), args.samples, args.sustained)
     with torch.inference_mode():
-        while time.monotonic() < until and (row := next(made, None)) is not None:
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        for case in cases([TINY] if args.small else args.models, timing):
+            if time.monotonic() >= until:
+                rows.append({"not_run": "out of time"})
+                break
+            try:
+                rows.append(case())
+            except Exception as error:  # one case must not cost the others their figures
+                rows.append({"error": f"{type(error).__name__}: {error}"[:400]})
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            print(json.dumps(rows[-1]), flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({**about, "window_frames": WINDOW, "rows": rows}, indent=1))

@@ -61,6 +61,17 @@ def test_streaming_decode_equals_the_full_decode_over_many_chunks(form: Form, ch
 
 
 @pytest.mark.parametrize(("form", "changes"), FORMS)
+def test_channels_side_by_side_give_the_same_frames(form: Form, changes: Form) -> None:
+    vae = small_vae(form, changes)
+    x = latents(vae, 4)
+    want = whole_decode(vae, x)
+    decoder = VaeDecoder(vae, channels_last=True)
+    caches = new_caches(decoder.caches(4, 6), "cpu")
+    got = torch.cat([decoder.pixels(chunk, caches, first=i == 0) for i, chunk in enumerate(x.split(1))])
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("form", "changes"), FORMS)
 def test_a_decoder_that_starts_anew_at_a_chunk_leaves_a_seam(form: Form, changes: Form) -> None:
     vae = small_vae(form, changes)
     x = latents(vae, 4)

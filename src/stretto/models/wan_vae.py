@@ -101,10 +101,11 @@ def load_vae(path: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: t
 class Half:
     """The encoder or the decoder of a VAE, and the caches of its convolutions in the order in which it visits them."""
 
-    def __init__(self, half: nn.Module, first_input: int, later_input: int) -> None:
+    def __init__(self, half: nn.Module, first_input: int, later_input: int, *, channels_last: bool = False) -> None:
         from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
         self.half = half
+        self._channels_last = channels_last
         self._first, self._later = first_input, later_input
         self._decodes = hasattr(half, "up_blocks")
         self._count = sum(isinstance(m, WanCausalConv3d) for m in half.modules())
@@ -114,7 +115,8 @@ class Half:
     def shapes(self, height: int, width: int) -> list[tuple[int, ...]]:
         """Return the shape of every cache, found by running the half without storage."""
         # Convolutions of size 1 are counted but keep nothing, so the list may be longer than what is used.
-        return [tuple(cache.shape[1:]) for cache in self._traced(height, width) if cache is not None]
+        found = [tuple(cache.shape[1:]) for cache in self._traced(height, width) if cache is not None]
+        return [(*rest, channels) for channels, *rest in found] if self._channels_last else found
 
     def _late(self) -> tuple[bool, ...]:
         # A resampling layer in time sits out the first frame: on the way up it leaves a mark instead of frames, on the
@@ -141,6 +143,10 @@ class Half:
 
     def run(self, x_1CPHW: Tensor, caches: Sequence[Tensor], *, first: bool) -> Tensor:
         """Run some frames and rewrite the caches, each [1, ...]."""
+        if self._channels_last:
+            # As the convolutions see them; joined with frames of another order they would be copied once more.
+            caches = [cache.permute(0, 4, 1, 2, 3) for cache in caches]
+            x_1CPHW = x_1CPHW.contiguous(memory_format=torch.channels_last_3d)
         held: list[Any] = [None if first and late else cache for cache, late in zip(caches, self.late, strict=True)]
         held += [None] * (self._count - len(held))
         out: Tensor = self.half(x_1CPHW, feat_cache=held, feat_idx=[0], **self._mark(first))
@@ -172,11 +178,17 @@ class Statistics:
 
 
 class VaeDecoder:
-    """The decoder of diffusers' `AutoencoderKLWan`, Wan2.1 or Wan2.2 form."""
+    """The decoder of diffusers' `AutoencoderKLWan`, Wan2.1 or Wan2.2 form.
 
-    def __init__(self, vae: nn.Module) -> None:
+    With `channels_last` weights, frames and caches keep the channels of a pixel side by side, as the convolutions of a GPU
+    want them; the weights of `vae` are laid out anew.
+    """
+
+    def __init__(self, vae: nn.Module, *, channels_last: bool = False) -> None:
         self.module = vae
-        self._half = Half(cast(nn.Module, vae.decoder), 1, 1)
+        if channels_last:
+            _lay_out_by_pixel(cast(nn.Module, vae.decoder))
+        self._half = Half(cast(nn.Module, vae.decoder), 1, 1, channels_last=channels_last)
         self._statistics = Statistics(vae)
         self._post = cast(nn.Conv3d, vae.post_quant_conv)
         config: Any = vae.config
@@ -202,6 +214,13 @@ class VaeDecoder:
 
     def decode(self, latents_FChw: Tensor, caches: Sequence[Tensor], *, first: bool) -> Tensor:
         return to_bytes(self.pixels(latents_FChw, caches, first=first))
+
+
+def _lay_out_by_pixel(module: nn.Module) -> None:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.dim() in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
 
 
 class StreamingDecoder:
