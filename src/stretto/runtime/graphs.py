@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from stretto.runtime.partition import made_for
+
 V = TypeVar("V")
 
 _CAPTURING = threading.Lock()  # torch takes one capture at a time in a process, whatever the device
@@ -22,8 +24,14 @@ class Graphs:
     stream that they were captured on.
     """
 
-    def __init__(self, device: torch.device | None = None, stream: torch.cuda.Stream | None = None) -> None:
-        """Make an empty set; `stream` is the one to capture on, a new one by default."""
+    def __init__(
+        self, device: torch.device | None = None, stream: torch.cuda.Stream | None = None, multiprocessors: int = 0
+    ) -> None:
+        """Make an empty set; `stream` is the one to capture on, a new one by default.
+
+        `multiprocessors`: how many kernels are made for; 0: all of the device's.
+        """
+        self._made_for = multiprocessors
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.captures = 0
@@ -38,7 +46,7 @@ class Graphs:
     def capture_at_rest(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warm up and capture while nothing else runs in this process. Synchronises the device."""
         device = self.stream.device
-        with _CAPTURING:
+        with _CAPTURING, made_for(self._made_for, device):
             self.stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self.stream):
                 for _ in range(2):
@@ -58,7 +66,7 @@ class Graphs:
         for longer than launches are queued, as `Recent` sees to.
         """
         graph = torch.cuda.CUDAGraph()
-        with _CAPTURING, torch.cuda.stream(self.stream):
+        with _CAPTURING, torch.cuda.stream(self.stream), made_for(self._made_for, self.stream.device):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 run()

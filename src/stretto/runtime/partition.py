@@ -2,20 +2,24 @@
 
 Without a part a lane's kernels go wherever there is room. Large matrix products take every multiprocessor for as long as
 they run, and a kernel of another lane, whatever its priority, waits for them to end; so a lane of large kernels is given a
-part, and the small kernels of the other lane always find the rest free. Parts are the driver's green contexts.
+part, and the small kernels of the other lane always find the rest free. Parts are the driver's green contexts, and what is
+captured for one is made for its size: persistent programs as many as it holds, and cuBLAS's choices for so many.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from stretto.core.errors import ConfigError
+from stretto.layers.part import on_part
 
 _SM_RESOURCE = 1
-_RESOURCE_BYTES = 144  # the driver's interface fixes it
+_RESOURCE_BYTES, _COUNT_AT = 144, 96  # the driver's interface fixes both
 _DEFAULT_STREAM = _NON_BLOCKING = 1
 
 
@@ -29,7 +33,7 @@ class LaneStreams:
             ConfigError: if the device or its driver cannot be divided like that.
         """
         self._device = device
-        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._contexts: dict[int, tuple[ctypes.c_void_p, int]] = {}
         if any(sms):
             # The driver divides the context that torch uses.
             torch.cuda.synchronize(device)
@@ -43,8 +47,46 @@ class LaneStreams:
         """Return a new stream for a lane; a higher lane's kernels go first where both wait."""
         if lane not in self._contexts:
             return torch.cuda.Stream(self._device, priority=-lane)  # type: ignore[no-untyped-call]
-        pointer = self._driver.stream(self._contexts[lane], -lane)
+        pointer = self._driver.stream(self._contexts[lane][0], -lane)
         return torch.cuda.ExternalStream(pointer, device=self._device)  # type: ignore[no-untyped-call]
+
+    def size(self, lane: int) -> int:
+        """Return how many multiprocessors a lane's part has; 0 where it is not confined. The driver rounds up."""
+        return self._contexts[lane][1] if lane in self._contexts else 0
+
+
+@contextmanager
+def made_for(multiprocessors: int, device: torch.device) -> Iterator[None]:
+    """Let kernels that this thread captures inside be made for so many multiprocessors; 0: for all. One thread at a time.
+
+    Raises:
+        ConfigError: if cuBLAS cannot be told.
+    """
+    if not multiprocessors:
+        yield
+        return
+    whole = torch.cuda.get_device_properties(device).multi_processor_count
+    with on_part(multiprocessors), torch.cuda.device(device):
+        _tell_cublas(multiprocessors, whole - multiprocessors)
+        try:
+            yield
+        finally:
+            _tell_cublas(0, None)
+
+
+def _tell_cublas(count: int, others: int | None) -> None:
+    """Set the target of this thread's cuBLAS, and that of cuBLASLt, which torch keeps: what it leaves to others."""
+    name = f"libcublas.so.{(torch.version.cuda or '').split('.')[0]}"
+    try:
+        call = ctypes.CDLL(name).cublasSetSmCountTarget
+    except (OSError, AttributeError) as e:
+        raise ConfigError("lane_sms", got=str(e), expected="cuBLAS with a target of multiprocessors") from e
+    code = call(ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int(count))  # type: ignore[no-untyped-call]
+    if code:
+        raise ConfigError("lane_sms", got=f"cublasSetSmCountTarget: {code}", expected="a count that cuBLAS takes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this may change
+        torch._C._set_sm_carveout_experimental(others)
 
 
 class _Driver:
@@ -60,16 +102,17 @@ class _Driver:
         self._left = ctypes.create_string_buffer(_RESOURCE_BYTES)
         self._do("cuDeviceGetDevResource", self._ordinal, self._left, _SM_RESOURCE)
 
-    def part(self, count: int) -> ctypes.c_void_p:
-        """Take a part of at least `count` multiprocessors from what is left, and make a context of it."""
-        taken, left = ctypes.create_string_buffer(_RESOURCE_BYTES), ctypes.create_string_buffer(_RESOURCE_BYTES)
-        groups = ctypes.c_uint(1)
-        self._do("cuDevSmResourceSplitByCount", taken, ctypes.byref(groups), self._left, left, 0, count)
+    def part(self, count: int) -> tuple[ctypes.c_void_p, int]:
+        """Take a part of at least `count` multiprocessors from what is left; returns a context of it and how many it has."""
+        taken, left = self._left, ctypes.create_string_buffer(_RESOURCE_BYTES)
+        if count != _count(self._left):
+            taken, groups = ctypes.create_string_buffer(_RESOURCE_BYTES), ctypes.c_uint(1)
+            self._do("cuDevSmResourceSplitByCount", taken, ctypes.byref(groups), self._left, left, 0, count)
         self._left = left
         description, context = ctypes.c_void_p(), ctypes.c_void_p()
         self._do("cuDevResourceGenerateDesc", ctypes.byref(description), taken, 1)
         self._do("cuGreenCtxCreate", ctypes.byref(context), description, self._ordinal, _DEFAULT_STREAM)
-        return context
+        return context, _count(taken)
 
     def stream(self, context: ctypes.c_void_p, priority: int) -> int:
         made = ctypes.c_void_p()
@@ -82,3 +125,7 @@ class _Driver:
         code = call(*arguments) if call is not None else "no such call"
         if code:
             raise ConfigError("lane_sms", got=f"{name}: {code}", expected="a GPU and a driver with green contexts")
+
+
+def _count(resource: ctypes.Array[ctypes.c_char]) -> int:
+    return ctypes.c_uint.from_buffer(resource, _COUNT_AT).value

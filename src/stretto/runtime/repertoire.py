@@ -49,7 +49,9 @@ class Repertoire:
         self._on = {route: model if route == MAIN else OnRoute(model, r) for route, r in ways.routes.items()}
         # Graphs that share a memory pool must not run at the same time, so each lane has its own.
         lanes = range(plan.lanes(name)) if plan.mode == "graph" else ()
-        self._graphs = {n: Graphs(self._device, streams.new(n) if streams else None) for n in lanes}
+        self._graphs = {
+            n: Graphs(self._device, streams.new(n), streams.size(n)) if streams else Graphs(self._device) for n in lanes
+        }
         self._programs: dict[Kind, Program] = {}
         self._places: dict[tuple[str, Placement], Kind] = {}
         for route, p in ways.on(name):

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
-from stretto.layers.kernels.language import cdiv, jit, multiprocessors, tl
+from stretto.layers.kernels.language import cdiv, jit, programs, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 try:
@@ -37,6 +39,7 @@ LARGE = (512, 1152)
 GEGLU_RULE, GELU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1), Tiling(128, 256, 128, 3, 8, 8, 1)
 PARTS = (1, 2, 4, 8, 16, 32)
 FIELDS = {**gemm.FIELDS, "parts": PARTS}
+DENSE_FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt"), "algo": cublas_lt.CHOICES}
 
 
 def fp8_linear_reference(x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, dtype: torch.dtype) -> Tensor:
@@ -46,9 +49,20 @@ def fp8_linear_reference(x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, sca
 
 
 def fp8_linear(x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """Return what the reference returns, by cuBLAS where the device has FP8."""
+    """Return what the reference returns, by cuBLAS where the device has FP8; which of its kernels is a measured choice."""
     if not fp8_chip(x.device):
         return fp8_linear_reference(x, codes_NK, bias_N, scales, dtype)
+    key = (x.numel() // x.shape[-1], x.shape[-1], codes_NK.shape[0], int(bias_N is not None))
+    choice = tuned("fp8_dense", key, E4M3, x.device) if dtype == torch.bfloat16 and cublas_lt.takes(x, codes_NK) else None
+    return run_dense(choice, x, codes_NK, bias_N, scales, dtype)
+
+
+def run_dense(
+    choice: Config | None, x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, dtype: torch.dtype
+) -> Tensor:
+    """Run one choice; None is the rule."""
+    if choice is not None and choice["impl"] == "lt":
+        return cublas_lt.matmul(x, codes_NK, int(choice["algo"]), bias_N=bias_N, scales=scales, dtype=dtype)
     flat = x.reshape(-1, x.shape[-1])
     product_MN = torch._scaled_mm(flat, codes_NK.t(), *scales, bias=bias_N, out_dtype=dtype, use_fast_accum=True)
     return product_MN.view(*x.shape[:-1], -1)
@@ -82,7 +96,9 @@ def _kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     PARTS: tl.constexpr = 2 if GATED else 1
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     steps = tl.cdiv(inner, BLOCK_K)
@@ -114,13 +130,13 @@ def _fused(
     rows, columns = x.numel() // inner, codes_NK.shape[0] // parts
     out = torch.empty(*x.shape[:-1], columns, dtype=E4M3, device=x.device)
     tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n)
-    _kernel[(min(tiles, multiprocessors(x)) if t.persistent else tiles,)](
+    _kernel[(programs(x, tiles) if t.persistent else tiles,)](
         TensorDescriptor.from_tensor(x.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(codes_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out.view(rows, columns), [t.block_m, t.block_n]),
         multiplier if bias_N is None else bias_N, *scales, multiplier, rows, columns, inner,
         GATED=gated, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP=t.group,
-        PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
+        PERSISTENT=bool(t.persistent), OVERLAP=overlaps(x), num_warps=t.warps, num_stages=t.stages, launch_pdl=overlaps(x),
     )  # fmt: skip
     return out
 
@@ -131,6 +147,10 @@ def _run(
     choice = _rule(x, GEGLU_RULE if gated else GELU_RULE) if choice is None else choice
     if choice["impl"] == "triton":
         return _fused(x, codes_NK, bias_N, scales, multiplier, Tiling.of(choice), gated=gated)
+    if choice["impl"] == "lt":  # a GELU in the product's own epilogue
+        return cublas_lt.matmul(
+            x, codes_NK, int(choice["algo"]), bias_N=bias_N, gelu=True, scales=scales, multiplier=multiplier, dtype=E4M3
+        )
     out = torch.empty(*x.shape[:-1], codes_NK.shape[0] // (2 if gated else 1), dtype=E4M3, device=x.device)
     parts = int(choice["parts"])
     for rows, into in zip(x.flatten(0, -2).chunk(parts), out.flatten(0, -2).chunk(parts), strict=True):
@@ -181,7 +201,16 @@ def _geglu_candidates(key: Key) -> list[Config]:
 
 def _gelu_candidates(key: Key) -> list[Config]:
     blocks = [(128, 256, 128, 3, 8), (128, 128, 128, 4, 8), (128, 128, 128, 4, 4), (64, 128, 128, 4, 4), (128, 64, 128, 5, 4)]
-    return _candidates(key, blocks)
+    return [*cublas_lt.candidates(12), *_candidates(key, blocks)]
+
+
+def _dense_candidates(key: Key) -> list[Config]:
+    return [{"impl": "cublas"}, *cublas_lt.candidates(12)]
+
+
+def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+    x, codes, scales, _ = _inputs(key[:3], key[2], device)
+    return x, codes, torch.randn(key[2], dtype=torch.bfloat16, device=device) if key[3] else None, scales, torch.bfloat16
 
 
 def _inputs(key: Key, columns: int, device: torch.device) -> tuple[Tensor, Tensor, Scales, Tensor]:
@@ -204,6 +233,7 @@ def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[ob
 fp8_linear_geglu = FusedOp(fp8_linear_geglu_reference, fp8_linear_geglu_triton, _supports)
 fp8_linear_gelu = FusedOp(fp8_linear_gelu_reference, fp8_linear_gelu_triton, _supports)
 TUNABLES = (
+    Tunable("fp8_dense", DENSE_FIELDS, _dense_candidates, _dense_inputs, run_dense),
     Tunable("fp8_linear_geglu", FIELDS, _geglu_candidates, _geglu_inputs, run_geglu),
     Tunable("fp8_linear_gelu", FIELDS, _gelu_candidates, _gelu_inputs, run_gelu),
 )

@@ -16,8 +16,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers import cublas_lt
 from stretto.layers.kernels.activation import gelu_tanh_of
-from stretto.layers.kernels.language import cdiv, jit, multiprocessors, tl
+from stretto.layers.kernels.language import cdiv, jit, programs, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config
 
 try:
@@ -27,14 +29,15 @@ except ImportError:
 
 Activation = Literal["gelu", "geglu"]
 FIELDS: Mapping[str, tuple[int | str, ...]] = {
-    "impl": ("cublas", "triton"),
+    "impl": ("cublas", "lt", "triton"),
     "block_m": (64, 128, 256),
-    "block_n": (64, 128, 256),
+    "block_n": (16, 32, 64, 128, 256),
     "block_k": (32, 64, 128),
     "stages": (2, 3, 4, 5, 6),
     "warps": (4, 8),
     "group": (1, 4, 8, 16, 32),
     "persistent": (0, 1),
+    "algo": cublas_lt.CHOICES,
 }
 
 
@@ -91,7 +94,9 @@ def _gemm_kernel(
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLITS)
     column = tl.arange(0, BLOCK_N)
@@ -138,15 +143,15 @@ def _launch(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_SMN: Tensor, t: Tiling, activation: Activation | None
 ) -> None:
     (splits, rows, columns), inner, parts = out_SMN.shape, x.shape[-1], 2 if activation == "geglu" else 1
-    tiles = cdiv(rows, t.block_m) * cdiv(columns, t.block_n) * splits
-    _gemm_kernel[(min(tiles, multiprocessors(x)) if t.persistent else tiles,)](
+    tiles, overlap = cdiv(rows, t.block_m) * cdiv(columns, t.block_n) * splits, overlaps(x)
+    _gemm_kernel[(programs(x, tiles) if t.persistent else tiles,)](
         TensorDescriptor.from_tensor(x.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out_SMN, [1, t.block_m, t.block_n]),
         x if bias_N is None else bias_N, rows, columns, inner,
         PARTS=parts, BIAS=bias_N is not None, GELU=activation == "gelu", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), SPLITS=splits,
-        num_warps=t.warps, num_stages=t.stages,
+        OVERLAP=overlap, num_warps=t.warps, num_stages=t.stages, launch_pdl=overlap,
     )  # fmt: skip
 
 

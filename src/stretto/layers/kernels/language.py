@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.layers.part import part
+
 try:
     import triton
     import triton.language as tl
@@ -16,7 +18,7 @@ except ImportError:  # no wheel for this platform: every op then runs its refere
     triton = None
     tl = None
 
-__all__ = ["block_of", "cdiv", "jit", "multiprocessors", "tl", "warps_of"]
+__all__ = ["block_of", "cdiv", "jit", "multiprocessors", "programs", "tl", "warps_of"]
 
 
 def jit(fn: Callable[..., Any]) -> Any:
@@ -46,3 +48,8 @@ def _multiprocessors(index: int | None) -> int:
 def multiprocessors(x: Tensor) -> int:
     """Return how many multiprocessors x's device has (132, those of an H200, when kernels are interpreted)."""
     return _multiprocessors(x.device.index) if x.is_cuda else 132
+
+
+def programs(x: Tensor, tiles: int) -> int:
+    """Return how many persistent programs share the tiles: one for each multiprocessor that they may have."""
+    return min(tiles, part() or multiprocessors(x))

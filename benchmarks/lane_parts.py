@@ -1,0 +1,359 @@
+"""What two lanes get out of one GPU when the first is kept off some multiprocessors: pi0.5, one request a launch.
+
+    python benchmarks/lane_parts.py --out benchmarks/results/lane_parts_h200.json
+    python benchmarks/lane_parts.py --small                                         # a tiny model on the CPU, to try the script
+
+The first lane runs `vision` and `prefix`, the second the denoise loop; both as graphs, with the device's own events for a
+clock, so no host time is in it. For each way to divide the device: either lane alone; two requests in flight, the second
+entering as the first's loop begins; and requests that come evenly spaced, faster and faster until the p99 is too long. A
+spinning kernel keeps the time of arrivals.
+
+`green` confines the first lane by the driver; `sized` makes its kernels for so many multiprocessors; `tiles` are tilings of the
+loop's kernels, each the fastest of some on the rest of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fp8 import calibrate
+from host_overhead import quantiles
+from nvidia_smi import Chip
+from pi05_route import build
+
+from stretto.core.route import Segment
+from stretto.deploy.provenance import provenance
+from stretto.deploy.tune import named
+from stretto.layers.tuning import Config, Key, choices, tunables
+from stretto.models.pi0_fp8 import quantised
+from stretto.runtime.graphs import Graphs
+from stretto.runtime.partition import LaneStreams
+from stretto.runtime.profiler import SETS, Bench, stage_segments
+from stretto.runtime.program import Program
+from stretto.runtime.timing import Stamp
+
+Place = tuple[str, Key, str]
+RATES = tuple(range(64, 136, 6))
+LOOP: Mapping[Place, tuple[Config, ...]] = {
+    ("norm_geglu", (1, 50, 1024, 4096), "bfloat16"): tuple(
+        dict(zip(("segments", "block_n", "block_k", "warps", "stages"), c, strict=True))
+        for c in ((1, 32, 128, 4, 4), (1, 32, 64, 4, 3), (1, 64, 64, 4, 4), (1, 64, 64, 4, 3), (1, 32, 64, 4, 4))
+    ),
+    ("norm_qkv", (1, 50, 1024, 8, 1, 256), "bfloat16"): tuple(
+        dict(zip(("segments", "block_n", "block_k", "warps", "stages"), c, strict=True))
+        for c in ((1, 32, 128, 4, 4), (1, 32, 64, 4, 4), (1, 16, 64, 4, 4), (1, 16, 128, 4, 3))
+    ),
+    **{
+        ("gated_linear", (50, 1024, inner), "bfloat16"): tuple(
+            dict(zip(("block_m", "block_n", "block_k", "splits", "warps", "stages"), c, strict=True)) for c in cuts
+        )
+        for inner, cuts in {
+            2048: ((64, 16, 256, 2, 4, 3), (64, 32, 64, 4, 4, 4), (64, 32, 64, 2, 4, 4), (64, 16, 128, 2, 4, 3)),
+            4096: ((64, 32, 128, 4, 4, 4), (64, 32, 64, 4, 4, 4), (64, 32, 128, 2, 4, 4), (64, 32, 64, 4, 4, 3)),
+        }.items()
+    },
+    ("suffix_attention", (1, 50, 8, 256, 1, 968, 50), "bfloat16"): tuple(
+        dict(zip(("block_m", "block_n", "splits", "warps", "stages", "described"), c, strict=True))
+        for c in ((64, 32, 11, 4, 3, 1), (64, 32, 4, 4, 3, 1), (64, 32, 9, 4, 2, 1), (64, 64, 4, 8, 2, 1))
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the device is divided."""
+
+    first: int = 0
+    """Multiprocessors of the first lane; 0: all."""
+    green: bool = False
+    sized: bool = False
+    rest: int = 0
+    """Multiprocessors that the second lane is confined to; 0: it is not."""
+    tiles: bool = False
+
+    @property
+    def name(self) -> str:
+        words = ["green"] * self.green + ["sized"] * self.sized + [f"rest {self.rest}"] * bool(self.rest)
+        return f"{self.first or 'all'} {' '.join(words)}{', tiles' if self.tiles else ''}".strip()
+
+
+WAYS = (
+    Way(),
+    Way(104, green=True, sized=True, tiles=True),
+    Way(104, green=True, sized=True),
+    Way(104, sized=True, tiles=True),
+    Way(88, green=True, sized=True, tiles=True),
+    Way(104, green=True, sized=True, rest=28, tiles=True),
+    Way(96, green=True, sized=True, tiles=True),
+    Way(112, green=True, sized=True, tiles=True),
+    Way(tiles=True),
+    Way(104, green=True, tiles=True),
+)
+
+
+class Rig:
+    """One model with its two segments, captured for ways to divide the device."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.gpu = device.type == "cuda"
+        self.prompt = model.buckets[0].lengths[-1]
+        self.bench = Bench(model, device, "graph" if self.gpu else "eager", 1)
+        self.inputs = model.example_inputs(SETS)
+        self.inputs["token_count"] = torch.full_like(self.inputs["token_count"], self.prompt)
+        denoise, visits = stage_segments(model)["denoise"]
+        self.segments = Segment(0, denoise.start), Segment(denoise.start, denoise.start + visits)
+        self.tiles: dict[Place, Config] = {}
+        self._kept: dict[tuple[Any, ...], tuple[Callable[[int], None], Any]] = {}
+        self._lanes: dict[tuple[int, int], LaneStreams] = {}
+
+    def streams(self, way: Way) -> LaneStreams | None:
+        sms = (way.first if way.green else 0, way.rest)
+        if self.gpu and sms not in self._lanes:
+            self._lanes[sms] = LaneStreams(self.device, sms)
+        return self._lanes.get(sms)
+
+    def lane(self, way: Way, number: int) -> tuple[Callable[[int], None], Any]:
+        """Return what launches a lane's segment on a set of inputs, and its stream; captured once for ways alike in it."""
+        own = (way.rest, way.tiles) if number else (way.first, way.green, way.sized)
+        if (number, own) not in self._kept:
+            streams = self.streams(way)
+            graphs = stream = None
+            if streams is not None:
+                stream = streams.new(number)
+                size = way.rest if number else way.first * way.sized
+                graphs = Graphs(self.device, stream, size)
+            with chosen(self.device, self.tiles if number and way.tiles else {}):
+                self._kept[number, own] = self._program(self.segments[number], graphs), stream
+        return self._kept[number, own]
+
+    def _program(self, segment: Segment, graphs: Graphs | None) -> Callable[[int], None]:
+        program = Program(
+            self.model, segment, self.bench.arenas, mode=self.bench.mode, batch_buckets=(1,), graphs=graphs,
+            shapes={"prompt": (self.prompt,)},
+        )  # fmt: skip
+        program.capture()
+
+        def run(turn: int) -> None:
+            program.launch(self.bench.members(turn, (segment.start,), len(segment)), {"prompt": self.prompt})
+
+        return run
+
+    def load(self) -> None:
+        """Start anew: a loop that is run again goes on from its own result."""
+        self.bench.load(self.inputs)
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+    def on(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+
+@contextmanager
+def chosen(device: torch.device, configs: Mapping[Place, Config]) -> Iterator[None]:
+    """Let other choices than the table's decide inside."""
+    table = choices(device)
+    known, asked = table.known, dict(table.asked)
+    table.known = {**known, **configs}
+    table.asked.clear()
+    try:
+        yield
+    finally:
+        table.known = known
+        table.asked.clear()
+        table.asked.update(asked)
+
+
+def race(rig: Rig, rest: int) -> dict[str, Any]:
+    """Choose tilings for the loop's kernels by their times on a part of the device."""
+    streams = LaneStreams(rig.device, (132 - rest, rest))
+    stream, said = streams.new(1), {}
+    sets = {place: [tunables()[place[0]].inputs(place[1], torch.bfloat16, rig.device) for _ in range(6)] for place in LOOP}
+    with ThreadPoolExecutor(12) as pool:  # compile
+        runs = [partial(tunables()[p[0]].run, c, *sets[p][0]) for p, cs in LOOP.items() for c in cs]
+        for done in [pool.submit(torch.inference_mode()(run)) for run in runs]:
+            done.exception()
+    for place, configs in LOOP.items():
+        times: dict[str, Any] = {}
+        for config in configs:
+            try:
+                times[named(config)] = one_us(rig, place, config, sets[place], stream)
+            except Exception as error:  # one tiling that does not run must not cost the others
+                times[named(config)] = f"{type(error).__name__}: {error}"[:200]
+        good = {name: us for name, us in times.items() if isinstance(us, float)}
+        if good:
+            best = min(good, key=lambda name: good[name])
+            rig.tiles[place] = next(c for c in configs if named(c) == best)
+        said[f"{place[0]} {place[1]}"] = times
+    return said
+
+
+def one_us(rig: Rig, place: Place, config: Config, sets: list[tuple[Any, ...]], stream: Any) -> float:
+    graphs, run = Graphs(rig.device, stream), tunables()[place[0]].run
+
+    def go_round() -> None:
+        for i in range(24):
+            run(config, *sets[i % len(sets)])
+
+    with torch.inference_mode():
+        graph = graphs.capture_at_rest(go_round)
+    times = []
+    for _ in range(5):
+        begin = Stamp(rig.device)
+        graph.replay()
+        end = Stamp(rig.device)
+        end.wait()
+        times.append(end.ms_since(begin) / 24 * 1e3)
+    return round(float(np.median(times)), 2)
+
+
+def alone(rig: Rig, way: Way, number: int, n: int) -> float:
+    run, stream = rig.lane(way, number)
+    marks = []
+    with rig.on(stream):
+        for i in range(n + 2):
+            begin = Stamp(rig.device)
+            run(i)
+            marks.append((begin, Stamp(rig.device)))
+    marks[-1][1].wait()
+    return round(float(np.median([e.ms_since(b) for b, e in marks[2:]])), 3)
+
+
+def piped(rig: Rig, way: Way, n: int, *, in_flight: int = 2, rate: float = 0.0) -> dict[str, Any]:
+    """Run requests through both lanes: so many in flight, or at a rate in requests per second, whatever became of others."""
+    rig.load()
+    (first, one), (second, two) = rig.lane(way, 0), rig.lane(way, 1)
+    clock = torch.cuda.Stream(rig.device) if rig.gpu else None  # type: ignore[no-untyped-call]
+    came, begun, between, taken, done = [], [], [], [], []
+    for i in range(n):
+        with rig.on(clock):
+            if rate and rig.gpu:
+                torch.cuda._sleep(int(1.98e9 / rate))
+            came.append(Stamp(rig.device))
+        with rig.on(one):
+            if rate:
+                came[i].hold()
+            elif i >= in_flight:
+                done[i - in_flight].hold()
+            if i >= SETS:
+                done[i - SETS].hold()  # its slot
+            begun.append(Stamp(rig.device))
+            first(i)
+            between.append(Stamp(rig.device))
+        with rig.on(two):
+            between[i].hold()
+            taken.append(Stamp(rig.device))
+            second(i)
+            done.append(Stamp(rig.device))
+    done[-1].wait()
+    kept = range(n // 5, n)
+    since = came if rate else begun
+    span = done[-1].ms_since(done[kept[0]])
+    result = {
+        "requests_per_s": round(1e3 * (len(kept) - 1) / span, 1) if span > 0 else 0.0,
+        "latency_ms": quantiles([done[i].ms_since(since[i]) for i in kept]),
+        "first_ms": round(float(np.median([between[i].ms_since(begun[i]) for i in kept])), 3),
+        "loop_ms": round(float(np.median([done[i].ms_since(taken[i]) for i in kept])), 3),
+    }
+    if rate:
+        gap = came[-1].ms_since(came[kept[0]])
+        result["asked_per_s"] = round(1e3 * (len(kept) - 1) / gap, 1) if gap > 0 else 0.0
+    return result
+
+
+def outputs(rig: Rig, way: Way) -> torch.Tensor:
+    lanes = [rig.lane(way, number) for number in (0, 1)]
+    rig.load()
+    for run, stream in lanes:
+        with rig.on(stream):
+            for i in range(SETS):
+                run(i)
+            Stamp(rig.device).wait()
+    return torch.cat([rig.bench.arenas[name].flatten().double().cpu() for name in rig.model.route.outputs])
+
+
+def measure(rig: Rig, way: Way, want: torch.Tensor | None, p99_ms: float, n: int) -> tuple[dict[str, Any], torch.Tensor]:
+    got = outputs(rig, way)
+    row: dict[str, Any] = {"first_alone_ms": alone(rig, way, 0, 8), "loop_alone_ms": alone(rig, way, 1, 8)}
+    if want is not None:
+        row |= {"bit_equal": bool(torch.equal(got, want)), "max_abs": float((got - want).abs().max())}
+    for in_flight in (2, 3):
+        row[f"{in_flight} in flight"] = piped(rig, way, n, in_flight=in_flight)
+    row["at_rates"], row["requests_per_s_at_p99"] = [], 0.0
+    for rate in RATES:
+        found = piped(rig, way, n, rate=rate)
+        row["at_rates"].append(found)
+        if found["latency_ms"]["p99"] > p99_ms:
+            break
+        row["requests_per_s_at_p99"] = found["requests_per_s"]
+    return row, got
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--fp8", action="store_true", help="FP8 too")
+    parser.add_argument("--p99-ms", type=float, default=18.0)
+    parser.add_argument("--budget", type=float, default=45.0, help="seconds")
+    parser.add_argument("--rest", type=int, default=28, help="multiprocessors that the loop's tilings are chosen for")
+    parser.add_argument("--n", type=int, default=30, help="requests of one measurement")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    begun = time.monotonic()
+    args.small |= args.device == "cpu"
+    device = torch.device(args.device)
+    chip, model = Chip(), build(device, args.small)
+    result: dict[str, Any] = {**provenance(device), "small": args.small, "p99_ms": args.p99_ms, "rows": {}}
+
+    def said(name: str, row: dict[str, Any]) -> None:
+        result["rows"][name] = row
+        print(f"{time.monotonic() - begun:6.1f} s  {name}  {json.dumps(row)}", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    scales = calibrate(model, args.device) if args.fp8 and device.type == "cuda" else {}
+    rig = Rig(model, device)
+    n = args.n if device.type == "cuda" else 6
+    if device.type == "cuda":
+        try:
+            said("tilings on a part, and on all", race(rig, args.rest))
+        except Exception as error:  # then the loop has its usual ones
+            said("tilings on a part, and on all", {"error": f"{type(error).__name__}: {error}"[:400]})
+    wants: dict[bool, torch.Tensor] = {}
+    for fp8, way in [(fp8, way) for fp8 in ((False, True) if scales else (False,)) for way in WAYS]:
+        name = f"{'FP8' if fp8 else 'bf16'}: {way.name}"
+        begin = time.monotonic()
+        if begin - begun > args.budget - 3:
+            said(name, {"skipped": "no time left"})
+            continue
+        try:
+            if fp8 and True not in wants:
+                model.run_on(quantised(model.module, scales))
+                rig._kept = {key: kept for key, kept in rig._kept.items() if key[0] == 1}  # the loop stays as it is
+            with torch.inference_mode():
+                row, got = measure(rig, way, wants.get(fp8), args.p99_ms, n)
+            wants.setdefault(fp8, got)
+            said(name, row | chip.between(begin, time.monotonic()))
+        except Exception as error:  # one way that fails must not lose the others
+            said(name, {"error": f"{type(error).__name__}: {error}"[:400]})
+    chip.close()
+
+
+if __name__ == "__main__":
+    main()
