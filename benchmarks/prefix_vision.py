@@ -1,6 +1,7 @@
 """Time the kernels of pi0.5's image tower and prefix, choice by choice, then both stages as shipped and with the fastest ones.
 
-    python benchmarks/prefix_vision.py --out prefix_vision.json --table h200.json [--batch 1,4,32,8] [--seconds 100] [--small]
+    python benchmarks/prefix_vision.py --out prefix_vision.json --table h200.json [--batch 1,4,32,8] [--prompt 16,200]
+        [--seconds 100] [--no-stages] [--small]
 
 Every choice is checked against what the op's own rule runs before it is timed; beside a fused product stands cuBLAS alone,
 its floor. The table can be given to STRETTO_KERNEL_TABLE. `--small` tries the script on any device at a toy's shapes.
@@ -29,38 +30,64 @@ from stretto.deploy.tune import Wanted, measured, table_at, time_us
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import attention, linear_geglu, linear_gelu, linear_rope_write, prefix_attention
 from stretto.layers.tuning import choices, device_name, tunables
-from stretto.models.pi0 import tiny
+from stretto.models.pi0 import SPECS, tiny
 from stretto.models.pi0_config import Pi0Config
 from stretto.runtime.profiler import Bench, stage_segments
 
+CODED = "float8_e4m3fn"
 OPS: tuple[FusedOp[Any, Any], ...] = (prefix_attention, linear_geglu, linear_gelu, linear_rope_write, attention)
 
 
 def shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted]:
-    """Yield the shapes of one batch size, those with most to win first."""
-    language, vision, prefix = c.language, c.vision, c.image_tokens + prompt
-    rows, patches, images = batch * prefix, batch * c.image_tokens, batch * c.cameras
-    heads = (language.heads, language.kv_heads, language.head_dim)
-    yield "linear_geglu", (rows, language.width, language.mlp), dtype
-    yield "prefix_attention", (batch, prefix, prefix, *heads, 1), dtype
-    yield "linear_gelu", (patches, vision.width, vision.mlp), dtype
-    size = vision.width // vision.heads
+    """Yield the shapes of one batch size, those with most to win first; the image tower's do not depend on the prompt."""
+    yield from vision_shapes(c, batch, dtype)
+    yield from prefix_shapes(c, batch, prompt, dtype)
+    if batch > 1:  # one robot's suffix has kernels of its own
+        yield from expert_shapes(c, batch, dtype)
+
+
+def vision_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
+    vision, patches, images = c.vision, batch * c.image_tokens, batch * c.cameras
+    width, mlp, size = vision.width, vision.mlp, vision.width // vision.heads
+    yield "fp8_linear_gelu", (patches, width, mlp), CODED
+    yield "linear_add_layer_norm", (patches, mlp, width), dtype
+    yield "linear_gelu", (patches, width, mlp), dtype
+    yield "dense", (patches, width, 3 * width, 1), dtype
+    yield "linear_add_layer_norm", (patches, width, width), dtype
+    for inner, columns in ((mlp, width), (width, 3 * width), (width, width)):
+        yield "fp8_dense", (patches, inner, columns, 1), CODED
     yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
-    yield "add_rms_norm", (rows, language.width), dtype
-    yield "affine_layer_norm", (patches, vision.width, 1), dtype
-    yield "linear_rope_write", (rows, language.width, *heads), dtype
-    if batch < 8:
-        yield "linear_add_layer_norm", (patches, vision.mlp, vision.width), dtype
-        yield "linear_add_layer_norm", (patches, vision.width, vision.width), dtype
-        yield "dense", (patches, vision.width, 3 * vision.width, 1), dtype
-        yield "dense", (rows, language.heads * language.head_dim, language.width, 0), dtype
-        yield "dense", (rows, language.mlp, language.width, 0), dtype
+    yield "affine_layer_norm", (patches, width, 1), dtype
+
+
+def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted]:
+    language, prefix = c.language, c.image_tokens + prompt
+    rows, width, mlp = batch * prefix, language.width, language.mlp
+    heads, packed = (language.heads, language.kv_heads, language.head_dim), language.heads * language.head_dim
+    yield "linear_geglu", (rows, width, mlp), dtype
+    yield "linear_add_rms_norm", (rows, mlp, width), dtype
+    yield "linear_rope_write", (rows, width, *heads), dtype
+    yield "linear_add_rms_norm", (rows, packed, width), dtype
+    yield "prefix_attention", (batch, prefix, prefix, *heads, 1), dtype
+    yield "fp8_linear_geglu", (rows, width, mlp), CODED
+    for inner, columns in ((mlp, width), (width, packed + 2 * language.kv_heads * language.head_dim), (packed, width)):
+        yield "fp8_dense", (rows, inner, columns, 0), CODED
+    yield "add_rms_norm", (rows, width), dtype
+
+
+def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
+    expert, rows = c.expert, batch * c.suffix_tokens
+    packed = expert.heads * expert.head_dim
+    yield "linear_geglu", (rows, expert.width, expert.mlp), dtype
+    yield "dense", (rows, expert.mlp, expert.width, 0), dtype
+    yield "linear_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
+    yield "dense", (rows, packed, expert.width, 0), dtype
 
 
 def floor_us(wanted: Wanted, device: torch.device) -> float | None:
     """Time the bare product of a fused one; inputs of such an op begin with x and the weight."""
     op, key, dtype = wanted
-    if not op.startswith("linear_"):
+    if not op.startswith("linear_") or dtype == CODED:
         return None
     make = tunables()[op].inputs
     sets = [make(key, getattr(torch, dtype), device) for _ in range(4 if key[0] < 10_000 else 2)]
@@ -106,6 +133,7 @@ def main() -> int:
     parser.add_argument("--prompt", help="prompt tokens, with commas; the longest by default")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
+    parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
     parser.add_argument("--no-tune", action="store_true", help="only the stages")
     parser.add_argument("--small", action="store_true", help="a toy model, on any device")
     args = parser.parse_args()
@@ -114,17 +142,20 @@ def main() -> int:
     dtype = "float32" if args.small and device.type == "cpu" else "bfloat16"
     report = Report(args.out, device)
     report.content["triton_ops"] = {op.name: op.implementation(device) for op in OPS}
-    model: Any = tiny()[0] if args.small else build_preset("pi0.5", device=str(device), dtype=dtype)
-    prompts = [int(n) for n in (args.prompt or str(model.config.tokenizer_max_length)).split(",")]
+    model: Any = None
+    if not args.no_stages:
+        model = tiny()[0] if args.small else build_preset("pi0.5", device=str(device), dtype=dtype)
+        report.add({"case": "model built", "s": round(time.monotonic() - begin, 1)})
+    config = tiny()[0].config if args.small else SPECS["pi05"]
+    prompts = [int(n) for n in (args.prompt or str(config.tokenizer_max_length)).split(",")]
     batches = [int(b) for b in args.batch.split(",")]
-    report.add({"case": "model built", "s": round(time.monotonic() - begin, 1)})
 
     table = table_at(args.table, device_name(device))
     cells = [(batch, prompt) for prompt in prompts for batch in batches]
-    order = [w for batch, prompt in cells for w in shapes(model.config, batch, prompt, dtype) if args.only in w[0]]
+    order = [w for batch, prompt in cells for w in shapes(config, batch, prompt, dtype) if args.only in w[0]]
     for wanted in [] if args.no_tune else dict.fromkeys(order):
-        # A quarter of the time is for the stages.
-        for row, entry in measured([wanted], device, begin + 0.75 * args.seconds):
+        # A quarter of the time is for the stages, if they are timed.
+        for row, entry in measured([wanted], device, begin + (1.0 if args.no_stages else 0.75) * args.seconds):
             if entry is not None:
                 table = table.merged(replace(table, entries=(entry,)))
                 table.save(args.table)
@@ -132,7 +163,7 @@ def main() -> int:
             report.add(row if us is None else row | {"floor_us": round(us, 2)})
     table_env = {"STRETTO_KERNEL_TABLE": str(args.table)} if args.table.is_file() else {}
     cases: list[tuple[str, dict[str, str]]] = [("as shipped", {}), ("table", table_env)]
-    for (batch, prompt), (name, env) in itertools.product(cells, cases):
+    for (batch, prompt), (name, env) in [] if args.no_stages else itertools.product(cells, cases):
         os.environ.pop("STRETTO_KERNEL_TABLE", None)
         os.environ.update(env)
         choices.cache_clear()

@@ -42,8 +42,9 @@ from stretto.runtime.graphs import Graphs
 from stretto.runtime.profiler import SETS, Bench, stage_segments
 
 ROTATED_BYTES = 160 * 2**20  # past the second-level cache
-MAX_SETS = 8
-REPLAY_MS = 4.0
+MAX_SETS = 32
+REPLAY_MS = 2.5
+REPLAYS = 5
 COMPILERS = 8
 Wanted = tuple[str, Key, str]
 Row = dict[str, Any]
@@ -235,7 +236,7 @@ def time_us(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: to
         once = _replay_ms(graphs.capture_at_rest(partial(_go_round, run, sets, len(sets)))) / len(sets)
         calls = len(sets) * max(1, min(8, int(REPLAY_MS / max(once * len(sets), 1e-3))))
         graph = graphs.capture_at_rest(partial(_go_round, run, sets, calls))
-        return statistics.median(_replay_ms(graph) for _ in range(7)) * 1e3 / calls
+        return statistics.median(_replay_ms(graph) for _ in range(REPLAYS)) * 1e3 / calls
 
 
 def _go_round(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> None:

@@ -22,6 +22,7 @@ from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, expert_layers
 from stretto.layers.kernels.gated_linear import counters_needed
 from stretto.layers.kernels.linear_activation import dense, linear_geglu
+from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.norm_linear import fits_few_rows, norm_qkv
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.stream import Stream
@@ -56,6 +57,12 @@ class GemmaBlock(nn.Module):
 
     def rotated(self, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return rope(self.qkv(x), positions_BT, **self.rotary)
+
+    def turned(self, x_BTD: Tensor, table: tuple[Tensor, Tensor], rows_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `rotated` does, by the table of the tokens' angles; without gradients. `rows_B` counts the rows."""
+        (batch, tokens), dims = x_BTD.shape[:2], self.dims
+        k, v = x_BTD.new_empty(2, batch, tokens, dims.kv_heads, dims.head_dim)
+        return linear_rope_write(x_BTD, self.qkv.weight, table, k, v, rows_B, heads=self.heads), k, v
 
     def mlp(self, x: Tensor) -> Tensor:
         return dense(linear_geglu(x, self.gate_up.weight), self.down.weight)
@@ -99,9 +106,11 @@ class Expert(nn.Module):
         positions_BS = prefix.suffix_start_B[:, None] + tokens
         residual, blocks = residual_BSD, self._layers()
         x = ada_rms_norm(residual, norms.lines(0), norms.eps).to(self.dtype)
+        table = rotary_table(positions_BS, blocks[0].dims.head_dim, blocks[0].theta)
+        rows_B = torch.arange(residual_BSD.shape[0], device=residual_BSD.device)
         for i, block in enumerate(blocks):
-            q, k, v = block.rotated(x, positions_BS)
-            x, residual = norms.add(2 * i + 1, residual, block.out(prefix.attend(i, q, k, v, self.lead)))
+            q, k, v = block.rotated(x, positions_BS) if torch.is_grad_enabled() else block.turned(x, table, rows_B)
+            x, residual = norms.add(2 * i + 1, residual, dense(prefix.attend(i, q, k, v, self.lead), block.out.weight))
             y = block.mlp(x)
             x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
         return x

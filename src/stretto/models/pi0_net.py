@@ -20,9 +20,10 @@ from torch.nn.functional import embedding, linear, silu
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
-from stretto.layers.kernels.linear_activation import dense
+from stretto.layers.kernels.linear_activation import linear_geglu
+from stretto.layers.kernels.linear_rms_norm import linear_add_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
-from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
+from stretto.layers.kernels.rms_norm import rms_norm
 from stretto.layers.kernels.stream import open_stream
 from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
 from stretto.layers.linear import FusedLinear
@@ -99,8 +100,9 @@ class Prefix(nn.Module):
                 attended = q if last else attention(q, k, v, key_mask_BN=mask_BP)
             if last:
                 break
-            x, residual = add_rms_norm(dense(attended.flatten(2), block.out.weight), residual, self.mlp_norms[i], self.eps)
-            x, residual = add_rms_norm(block.mlp(x), residual, self.attention_norms[i + 1], self.eps)
+            x, residual = linear_add_rms_norm(attended.flatten(2), block.out.weight, residual, self.mlp_norms[i], self.eps)
+            y, norm = linear_geglu(x, block.gate_up.weight), self.attention_norms[i + 1]
+            x, residual = linear_add_rms_norm(y, block.down.weight, residual, norm, self.eps)
 
 
 class TimeCondition(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference, gelu_tanh, gelu_tanh_reference
@@ -62,6 +63,8 @@ def run_dense(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tenso
     """Run one choice; None is the rule."""
     if choice is None or choice["impl"] == "cublas":
         return linear(x, weight_FK, bias_F)
+    if choice["impl"] == "lt":
+        return cublas_lt.matmul(x, weight_FK, int(choice["algo"]), bias_N=bias_F)
     return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice))
 
 
@@ -71,6 +74,8 @@ def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
     if choice is None or choice["impl"] == "cublas":
         parts = 1 if choice is None else int(choice["parts"])
         return geglu(linear(x, weight_2FK)) if parts == 1 else _in_parts(x, weight_2FK, parts)
+    if choice["impl"] == "lt":
+        return geglu(cublas_lt.matmul(x, weight_2FK, int(choice["algo"])))
     return gemm.gemm(x, weight_2FK, None, Tiling.of(choice), activation="geglu")
 
 
@@ -81,6 +86,8 @@ def run_gelu(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tensor
     if choice is None or choice["impl"] == "cublas_gelu":
         flat: Tensor = torch._addmm_activation(bias_F, x.flatten(0, -2), weight_FK.t(), use_gelu=True)
         return flat.view(*x.shape[:-1], -1)
+    if choice["impl"] == "lt":
+        return cublas_lt.matmul(x, weight_FK, int(choice["algo"]), bias_N=bias_F, gelu=True)
     return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice), activation="gelu")
 
 
@@ -111,11 +118,14 @@ def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list
 def _geglu_candidates(key: Key) -> list[Config]:
     parts = (1, *(n for n in (2, 4) if key[0] // n >= 4000))
     whole: list[Config] = [{"impl": "cublas", "parts": n} for n in parts]
-    return [*whole, *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)])]
+    if key[0] < LARGE_ROWS:
+        few = ((64, 32, 64, 5, 4), (64, 64, 64, 5, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 64, 4, 8))
+        return [*whole, *cublas_lt.candidates(8), *_tilings(key, few)]
+    return [*whole, *cublas_lt.candidates(4), *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)])]
 
 
 def _dense_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, *_tilings(key, BLOCKS)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *_tilings(key, BLOCKS)]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -124,7 +134,7 @@ def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *_tilings(key, BLOCKS)]
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12), *_tilings(key, BLOCKS)]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -150,6 +160,10 @@ TUNABLES = (
     Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),
     Tunable("linear_geglu", {**gemm.FIELDS, "parts": (1, 2, 4)}, _geglu_candidates, _geglu_inputs, run_geglu),
     Tunable(
-        "linear_gelu", {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "triton")}, _gelu_candidates, _gelu_inputs, run_gelu
+        "linear_gelu",
+        {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "lt", "triton")},
+        _gelu_candidates,
+        _gelu_inputs,
+        run_gelu,
     ),
 )

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling
-from stretto.layers.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, launch_affine
+from stretto.layers.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, launch_affine, layer_norm
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -47,6 +48,12 @@ def run(
     """Run one choice; None is the rule."""
     if choice is None or choice["impl"] == "cublas":
         return add_layer_norm(linear(x, weight_DK, bias_D), residual, norm_weight_D, norm_bias_D, eps)
+    if choice["impl"] == "lt":
+        y = cublas_lt.matmul(x, weight_DK, int(choice["algo"]), bias_N=bias_D)
+        return add_layer_norm(y, residual, norm_weight_D, norm_bias_D, eps)
+    if choice["impl"] == "lt_sum":
+        total = cublas_lt.matmul(x, weight_DK, int(choice["algo"]), bias_N=bias_D.float(), residual=residual)
+        return layer_norm(total, norm_weight_D, norm_bias_D, eps, dtype=x.dtype), total
     parts_SMD = gemm.split_gemm(x, weight_DK, Tiling.of(choice), int(choice["splits"]))
     out, total = torch.empty(residual.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
     launch_affine(None, residual, parts_SMD, norm_weight_D, norm_bias_D, eps, out, total, bias_D)
@@ -54,7 +61,8 @@ def run(
 
 
 def _candidates(key: Key) -> list[Config]:
-    found: list[Config] = [{"impl": "cublas"}]
+    summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
+    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10), *summed]
     if key[0] > 4096:  # the chip is full without
         return found
     blocks = ((128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4))
@@ -75,4 +83,5 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
 
 
 linear_add_layer_norm = FusedOp(linear_add_layer_norm_reference, linear_add_layer_norm_triton)
-TUNABLES = (Tunable("linear_add_layer_norm", {**gemm.FIELDS, "splits": (1, 2, 3, 4)}, _candidates, _inputs, run),)
+_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "lt_sum", "triton"), "splits": (1, 2, 3, 4)}
+TUNABLES = (Tunable("linear_add_layer_norm", _FIELDS, _candidates, _inputs, run),)

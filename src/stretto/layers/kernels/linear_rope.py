@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -27,6 +29,10 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     TensorDescriptor = None
+
+
+FEW_ROWS = 700
+"""Below, narrow tiles are needed to fill the chip."""
 
 
 def rotary_table_reference(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +108,9 @@ def _rotate_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
@@ -152,7 +160,9 @@ def _linear_rope_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     PARTS: tl.constexpr = HALF // BLOCK_N
     across: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     down = tl.cdiv(rows, BLOCK_M)
@@ -210,6 +220,8 @@ def run(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """Run one choice; None is the rule. `rest` is cosines, sines, arenas, slots and the number of query heads."""
     if choice is None or choice["impl"] == "cublas":
         return _pass(linear(x, weight), *rest)
+    if choice["impl"] == "lt":
+        return _pass(cublas_lt.matmul(x, weight, int(choice["algo"])), *rest)
     return _fused(Tiling.of(choice), x, weight, *rest)
 
 
@@ -222,7 +234,7 @@ def _pass(
         qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_of(heads + 2 * kv_heads),
-        BLOCK_HALF=block_of(head_dim // 2), num_warps=4,
+        BLOCK_HALF=block_of(head_dim // 2), OVERLAP=overlaps(q), num_warps=4, launch_pdl=overlaps(q),
     )  # fmt: skip
     return q
 
@@ -248,7 +260,7 @@ def _fused(
         cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-        GROUP=t.group, num_warps=t.warps, num_stages=t.stages,
+        GROUP=t.group, OVERLAP=overlaps(q), num_warps=t.warps, num_stages=t.stages, launch_pdl=overlaps(q),
     )  # fmt: skip
     return q
 
@@ -263,7 +275,8 @@ def _supports(
 
 def _candidates(key: Key) -> list[Config]:
     half = key[4] // 2
-    blocks = [
+    few = [(64, 32, 64, 5, 4), (64, 64, 64, 5, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 4)]
+    many = [
         (128, 128, 64, 4, 8),
         (128, 128, 64, 3, 8),
         (64, 128, 64, 4, 4),
@@ -271,7 +284,8 @@ def _candidates(key: Key) -> list[Config]:
         (128, 64, 64, 3, 4),
         (128, 64, 64, 4, 8),
     ]
-    found: list[Config] = [{"impl": "cublas"}]
+    blocks = few if key[0] < FEW_ROWS else many
+    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
     found += [Tiling(m, n, k, s, w, 8, p).config for m, n, k, s, w in blocks if half % n == 0 for p in (0, 1)]
     return found
 
