@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -20,8 +22,29 @@ STATE_ONLY = {"state": state(3)}
 OBSERVATION = {"state": np.arange(3.0)}
 
 
+class NeverReads:
+    """A client that asks and leaves all it is told in its socket, which no thread of its own empties."""
+
+    def __init__(self, server: ServerThread) -> None:
+        self.socket = socket.create_connection((server.host, server.port), timeout=10)
+        key = base64.b64encode(bytes(16)).decode()
+        lines = ["GET / HTTP/1.1", f"Host: {server.host}", "Upgrade: websocket", "Connection: Upgrade"]
+        lines += [f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13"]
+        self.socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+
+    def ask(self, payload: bytes) -> None:
+        """Send a binary frame, masked with zeros."""
+        self.socket.sendall(b"\x82\xfe" + len(payload).to_bytes(2, "big") + bytes(4) + payload)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+
 def small(**kw: Any) -> LinearPolicy:
-    return LinearPolicy(STATE_ONLY, action_horizon=4, action_dim=2, **kw)
+    return LinearPolicy(STATE_ONLY, **{"action_horizon": 4, "action_dim": 2, **kw})
 
 
 def get(url: str) -> tuple[int, str]:

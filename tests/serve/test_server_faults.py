@@ -10,13 +10,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from linear_policy import LIBERO, LinearPolicy, example
-from over_the_wire import OBSERVATION, closing, get, metric, small, until
+from over_the_wire import OBSERVATION, NeverReads, closing, get, metric, small, until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -68,6 +69,68 @@ def test_many_small_frames_cannot_add_up_to_an_oversized_message() -> None:
         with contextlib.suppress(ConnectionClosed):
             ws.send([b"x" * 30_000] * 1000)
         assert closing(ws) == (1009, "frame with 30000 bytes after reading 390000 bytes exceeds limit of 400000 bytes")
+
+
+def test_a_client_that_never_reads_is_read_no_further_and_others_are_served() -> None:
+    policy = talkative()
+    with ServerThread(policy) as server, NeverReads(server) as deaf, connect(server.url, max_size=None) as other:
+        other.recv(timeout=5)
+        flood(deaf, server)
+        # One answer waits for the client, and one more request had come by then.
+        assert metric(server, "stretto_requests_in_flight") <= 2
+        for _ in range(3):
+            other.send(pack(OBSERVATION))
+            assert "actions" in unpack(other.recv(timeout=5))
+        assert metric(server, "stretto_requests_in_flight") <= 2
+
+
+def test_a_client_that_never_reads_is_cut_off_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        ServerThread(talkative(), ServerOptions(port=0, stalled_s=0.5)) as server,
+        NeverReads(server) as deaf,
+        connect(server.url, max_size=None) as other,
+    ):
+        other.recv(timeout=5)
+        flood(deaf, server)
+        until(lambda: metric(server, "stretto_sessions") == 1)
+        assert metric(server, 'stretto_errors_total{code="stalled"}') == 1
+        assert metric(server, "stretto_requests_in_flight") == 0
+        other.send(pack(OBSERVATION))
+        assert "actions" in unpack(other.recv(timeout=5))
+    assert re.search(r"127.0.0.1:\d+ read nothing for 0.5 s, with \d+ bytes waiting for it: cut off", caplog.text)
+    assert "Exception in ASGI" not in caplog.text
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection() -> None:
+    with ServerThread(talkative(), ServerOptions(port=0, stalled_s=0.5)) as server, NeverReads(server) as slow:
+        flood(slow, server)
+        begin_s = time.monotonic()
+        while time.monotonic() < begin_s + 1.0:
+            assert slow.socket.recv(1 << 17)
+            time.sleep(0.02)
+        assert metric(server, "stretto_sessions") == 1
+
+
+def test_a_client_that_never_reads_does_not_hold_up_shutdown() -> None:
+    server = ServerThread(talkative())
+    with server, NeverReads(server) as deaf:
+        flood(deaf, server)
+        begin_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin_s < 5.0
+
+
+def talkative() -> LinearPolicy:
+    """A policy whose answers are a megabyte, so that what sockets hold is soon full."""
+    return small(action_horizon=1 << 16, action_dim=2)
+
+
+def flood(deaf: NeverReads, server: ServerThread) -> None:
+    """Ask, mostly when the last answer was made, until answers wait in the server."""
+    for _ in range(16):
+        deaf.ask(pack(OBSERVATION))
+        time.sleep(0.01)
+    until(lambda: metric(server, "stretto_requests_in_flight") > 0)
 
 
 def test_queued_work_of_a_client_that_left_is_dropped() -> None:

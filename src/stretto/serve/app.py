@@ -33,11 +33,17 @@ from stretto.serve.trace import Served, open_traces
 from stretto_client.codec import pack
 
 WATCH_S = 0.2
+LEAVE_S = 1.0  # what clients that do not read are waited for at the end
 log = logging.getLogger(__name__)
 
 
 class Guest(Protocol):
     """One WebSocket connection that a server hosts, whatever it speaks."""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a frame waits for the client to read."""
+        ...
 
     async def run(self) -> None:
         """Serve it until either side closes it."""
@@ -183,10 +189,19 @@ class PolicyServer:
     async def drain(self, timeout_s: float, abandon: Callable[[], bool] = lambda: False) -> None:
         """Take no new sessions, let requests in flight end for up to `timeout_s` or until `abandon`; close all sessions."""
         self._draining = True
-        await asyncio.gather(*(guest.leave() for guest in list(self._guests)))
-        deadline_s = time.monotonic() + timeout_s
-        while self._guests and time.monotonic() < deadline_s and not abandon():
+        begun_s = time.monotonic()
+        leaving = [asyncio.create_task(guest.leave()) for guest in list(self._guests)]
+        if leaving:
+            await asyncio.wait(leaving, timeout=LEAVE_S)
+        while self._guests and time.monotonic() < begun_s + timeout_s and not abandon():
+            if time.monotonic() > begun_s + LEAVE_S and all(guest.stalled for guest in self._guests):
+                break
             await asyncio.sleep(0.01)
+        for task in leaving:
+            task.cancel()
+        for fault in await asyncio.gather(*leaving, return_exceptions=True):
+            if isinstance(fault, Exception):
+                log.error("a session could not be asked to leave", exc_info=fault)
 
 
 def build_app(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute] = ()) -> Starlette:

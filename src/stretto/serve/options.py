@@ -32,6 +32,8 @@ class ServerOptions:
     """How often a client is pinged. A late pong never ends a session; a host that is gone does."""
     dead_host_s: float = 60.0
     """A connection ends when the peer's network stack has acknowledged nothing for this long."""
+    stalled_s: float = 30.0
+    """A client that takes none of what waits for it for this long is cut off; it is not read meanwhile."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may connect. Robots send no `Origin`; without this any page open on the machine could drive one."""
 
@@ -51,7 +53,7 @@ class ServerOptions:
             raise ConfigError("max_sessions", got=self.max_sessions, expected="1 or more")
         if not math.isfinite(self.trace_max_mb) or self.trace_max_mb <= 0:
             raise ConfigError("trace_max_mb", got=self.trace_max_mb, expected="a positive number of megabytes")
-        for name in ("drain_s", "ping_interval_s", "dead_host_s"):
+        for name in ("drain_s", "ping_interval_s", "dead_host_s", "stalled_s"):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(name, got=value, expected="a positive number of seconds")

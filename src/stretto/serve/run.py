@@ -8,10 +8,11 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import uvicorn
 from starlette.routing import BaseRoute
@@ -35,13 +36,57 @@ log = logging.getLogger(__name__)
 
 
 class PoliteSocket(WebSocketsSansIOProtocol):
-    """Tells the sender of a hopelessly oversized message why, before the connection closes with 1009.
+    """Tells the sender of a hopelessly oversized message why, and waits for a slow reader, but not for ever.
 
-    The size is refused by the frame's header. What the peer has still to send is read and thrown away: closing at once
-    would reset the connection under it, and the reason would be lost.
+    The size is refused by the frame's header, and the connection then closes with 1009. What the peer has still to send is
+    read and thrown away: closing at once would reset the connection under it, and the reason would be lost.
+
+    A peer that takes nothing of what waits for it for `stalled_s` is cut off, and `on_stalled` called. There is no way to tell
+    it why: the reason would wait behind all that it does not read.
     """
 
     _refused = False
+
+    def __init__(self, *args: Any, stalled_s: float, on_stalled: Callable[[], None], **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self._stalled_s, self._on_stalled = stalled_s, on_stalled
+        self._patience: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if not self.writable.is_set():
+            self.transport.abort()
+
+    def _wait_for_reader(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._patience = self.loop.call_later(self._stalled_s, self._look_again, waiting)
+
+    def _look_again(self, waiting_before: int) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < waiting_before:
+            self._wait_for_reader()
+            return
+        peer = f"{self.client[0]}:{self.client[1]}" if self.client else "a client"
+        log.warning("%s read nothing for %g s, with %d bytes waiting for it: cut off", peer, self._stalled_s, waiting)
+        self._on_stalled()
+        self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -125,10 +170,11 @@ def bind(options: ServerOptions) -> socket.socket:
 def _prepare(service: PolicyService, options: ServerOptions, routes: Sequence[BaseRoute]) -> tuple[_Uvicorn, PolicyServer]:
     app = build_app(service, options, routes)
     policy: PolicyServer = app.state.server
+    socket_class = partial(PoliteSocket, stalled_s=options.stalled_s, on_stalled=lambda: policy.metrics.error("stalled"))
     config = uvicorn.Config(
         app,
         http="httptools",
-        ws=PoliteSocket,
+        ws=cast("type[asyncio.Protocol]", socket_class),
         loop="asyncio",
         lifespan="on",
         ws_max_size=policy.max_message_bytes * ROOM,

@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stretto.core.errors import FieldError, RefusedError, StreamClosedError, WorkerDiedError
 from stretto.core.policy import PolicyReply, Session
-from stretto.serve.protocol import ENGINE_DEAD, RESTARTING, TRY_LATER, Conversation, Phase, error_code, error_text
+from stretto.serve.protocol import ENGINE_DEAD, RESTARTING, TOO_BIG, TRY_LATER, Conversation, Phase, error_code, error_text
 from stretto.serve.request import Exchange, read_request
 from stretto.serve.trace import Served
 
@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class PolicySession:
-    """Reads all the time, so that a client's pings are answered and its leaving is seen, while work runs beside it."""
+    """Reads while work runs beside it, so that a client's pings are answered and its leaving is seen.
+
+    It does not read while a frame waits for the client to read: all that came would only be answered behind it.
+    """
 
     def __init__(self, socket: WebSocket, server: PolicyServer, session_id: str) -> None:
         self._socket = socket
@@ -34,19 +37,27 @@ class PolicySession:
         self._talk = Conversation(session_id, server.offer, server.max_message_bytes)
         self._handle: Session | None = None
         self._work: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
         self._leaving = False
         self._given_s: float | None = None
         self.peer = f"{socket.client.host}:{socket.client.port}" if socket.client else "unknown"
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a frame waits for the client to read."""
+        return self._sending.locked()
 
     async def run(self) -> None:
         """Serve the connection until either side closes it."""
         await self._socket.accept()
         self._start(self._greet())
         try:
-            while (message := await self._socket.receive())["type"] == "websocket.receive":
+            while (message := await self._next())["type"] == "websocket.receive":
                 await self._hear(message)
-            if message.get("code") == 1009:
+            if message.get("code") == TOO_BIG:
                 self._server.metrics.error("message_too_big")
+        except WebSocketDisconnect:
+            log.debug("session %s: %s left while it was told something", self._talk.session_id, self.peer)
         finally:
             await self._end()
 
@@ -98,6 +109,11 @@ class PolicySession:
             return
         self._talk.greeted(time.perf_counter())
         await self._send(self._server.metadata_frame)
+
+    async def _next(self) -> Message:
+        async with self._sending:
+            pass
+        return await self._socket.receive()
 
     async def _hear(self, message: Message) -> None:
         name, now_s = self._talk.next_id(), time.perf_counter()
@@ -184,12 +200,13 @@ class PolicySession:
         self._server.ended(Served(*who, exchange.began_s, seconds, exchange.options, **found))
 
     async def _send(self, frame: bytes | str) -> None:
-        if self._talk.phase is Phase.CLOSED:
-            return
-        if isinstance(frame, str):
-            await self._socket.send_text(frame)
-        else:
-            await self._socket.send_bytes(frame)
+        async with self._sending:
+            if self._talk.phase is Phase.CLOSED:
+                return
+            if isinstance(frame, str):
+                await self._socket.send_text(frame)
+            else:
+                await self._socket.send_bytes(frame)
 
     async def _close(self, code: int, reason: str) -> None:
         if self._talk.phase is Phase.CLOSED:

@@ -84,6 +84,11 @@ class WorldGuest:
         self._sending = asyncio.Lock()
         self._closed = False
 
+    @property
+    def stalled(self) -> bool:
+        """Whether a frame waits for the client to read."""
+        return self._sending.locked()
+
     async def run(self) -> None:
         """Serve the connection until either side closes it."""
         await self._socket.accept()
