@@ -151,7 +151,7 @@ def main() -> int:
     batches = [int(b) for b in args.batch.split(",")]
 
     table = table_at(args.table, device_name(device))
-    cells = [(batch, prompt) for prompt in prompts for batch in batches]
+    cells = [(batch, prompt) for batch in batches for prompt in prompts]
     order = [w for batch, prompt in cells for w in shapes(config, batch, prompt, dtype) if args.only in w[0]]
     for wanted in [] if args.no_tune else dict.fromkeys(order):
         # A quarter of the time is for the stages, if they are timed.

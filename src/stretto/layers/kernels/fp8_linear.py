@@ -24,7 +24,6 @@ from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gel
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import cdiv, jit, programs, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 try:
@@ -96,9 +95,7 @@ def _kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    await_inputs(OVERLAP)
     PARTS: tl.constexpr = 2 if GATED else 1
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     steps = tl.cdiv(inner, BLOCK_K)
@@ -136,7 +133,7 @@ def _fused(
         TensorDescriptor.from_tensor(out.view(rows, columns), [t.block_m, t.block_n]),
         multiplier if bias_N is None else bias_N, *scales, multiplier, rows, columns, inner,
         GATED=gated, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP=t.group,
-        PERSISTENT=bool(t.persistent), OVERLAP=overlaps(x), num_warps=t.warps, num_stages=t.stages, launch_pdl=overlaps(x),
+        PERSISTENT=bool(t.persistent), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
@@ -189,7 +186,7 @@ def _supports(x: Tensor, codes_NK: Tensor, *rest: object) -> bool:
 
 
 def _candidates(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
-    found: list[Config] = [{"impl": "cublas", "parts": n} for n in PARTS if n == 1 or 400 <= key[0] // n <= 8000]
+    found: list[Config] = [{"impl": "cublas", "parts": 1}]
     for m, n, k, stages, warps in blocks:
         found += [Tiling(m, n, k, stages, warps, group, 1).config for group in ((8,) if key[0] <= 1024 else (8, 16))]
     return found

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -149,7 +148,6 @@ def _affine_layer_norm_kernel(
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -157,7 +155,6 @@ def _affine_layer_norm_kernel(
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
     at = row * width + column
-    await_inputs(OVERLAP)
     value = tl.load(x + row % period * width + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
@@ -234,13 +231,12 @@ def launch_affine(
     x, width = x.contiguous(), x.shape[-1]
     rows, period = out.numel() // width, x.numel() // width
     splits = 1 if y is None else y.numel() // out.numel()
-    overlap = overlaps(out)
     choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
     _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
         x, out if y is None else y.contiguous(), out if y_bias_D is None else y_bias_D, out, out if total is None else total,
         weight_D, bias_D, rows, period, width, eps,
         ADD=y is not None, SPLITS=splits, BIASED=y_bias_D is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width),
-        OVERLAP=overlap, num_warps=int(choice["warps"]), launch_pdl=overlap,
+        num_warps=int(choice["warps"]),
     )  # fmt: skip
 
 

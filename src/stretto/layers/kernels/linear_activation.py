@@ -24,7 +24,7 @@ from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 # From these on the kernel was faster than cuBLAS and a pass at every size that was measured.
 LARGE_ROWS, LARGE_WEIGHT = 768, 2**25
-BLOCKS = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (64, 64, 64, 6, 4))
+BLOCKS = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4))
 
 
 def linear_geglu_reference(x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _in_parts(x: Tensor, weight_2FK: Tensor, parts: int) -> Tensor:
 
 
 def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
-    groups = (8,) if key[0] <= 1024 else (8, 16) if key[0] < 16384 else (8, 16, 32)
+    groups = (8,) if key[0] < 16384 else (8, 16)
     return [
         Tiling(m, n, k, stages, warps, group, persistent).config
         for m, n, k, stages, warps in blocks
@@ -125,7 +125,10 @@ def _geglu_candidates(key: Key) -> list[Config]:
 
 
 def _dense_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *_tilings(key, BLOCKS)]
+    if key[0] < gemm.FEW_ROWS:
+        few = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 32, 128, 4, 4), (128, 64, 64, 6, 4), (64, 64, 64, 6, 4))
+        return [{"impl": "cublas"}, *cublas_lt.candidates(12), *(Tiling(*cut, 8, 0).config for cut in few)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *(_tilings(key, BLOCKS) if key[0] < gemm.MANY_ROWS else [])]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -134,7 +137,8 @@ def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12), *_tilings(key, BLOCKS)]
+    own = _tilings(key, BLOCKS) if key[0] < gemm.MANY_ROWS else []
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12), *own]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """A linear layer, the residual after it, and the RMSNorm after that.
 
-cuBLAS makes the product; where it also adds the residual, the sum is written once, in fp32, and the norm only reads it. Which of
-them at a shape is a measured choice.
+cuBLAS makes the product; where it also adds the residual, the sum is written once, in fp32, and the norm only reads it. Which
+of them at a shape is a measured choice.
 
 Shape legend: ... any leading axes, M rows in all of them, K inner width, D width.
 """

@@ -21,7 +21,7 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps
+from stretto.layers.kernels.overlap import await_inputs
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -29,10 +29,6 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     TensorDescriptor = None
-
-
-FEW_ROWS = 700
-"""Below, narrow tiles are needed to fill the chip."""
 
 
 def rotary_table_reference(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -230,11 +226,12 @@ def _pass(
 ) -> Tensor:
     (batch, tokens), (kv_heads, head_dim) = qkv_BTC.shape[:2], k_arena_SPKd.shape[-2:]
     q = torch.empty(batch, tokens, heads, head_dim, dtype=qkv_BTC.dtype, device=qkv_BTC.device)
+    early = gemm.starts_early(q, batch * tokens)
     _rotate_write_kernel[(batch * tokens,)](
         qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_of(heads + 2 * kv_heads),
-        BLOCK_HALF=block_of(head_dim // 2), OVERLAP=overlaps(q), num_warps=4, launch_pdl=overlaps(q),
+        BLOCK_HALF=block_of(head_dim // 2), OVERLAP=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return q
 
@@ -254,13 +251,14 @@ def _fused(
     rows = batch * tokens
     q = torch.empty(batch, tokens, heads, head_dim, dtype=x_BTD.dtype, device=x_BTD.device)
     tiles = cdiv(rows, t.block_m) * (weight_CD.shape[0] // (2 * t.block_n))
+    early = gemm.starts_early(q, rows)
     _linear_rope_kernel[(tiles,)](
         TensorDescriptor.from_tensor(x_BTD.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_CD.view(-1, head_dim // 2, inner), [2, t.block_n, t.block_k]),
         cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-        GROUP=t.group, OVERLAP=overlaps(q), num_warps=t.warps, num_stages=t.stages, launch_pdl=overlaps(q),
+        GROUP=t.group, OVERLAP=early, num_warps=t.warps, num_stages=t.stages, launch_pdl=early,
     )  # fmt: skip
     return q
 
@@ -284,7 +282,7 @@ def _candidates(key: Key) -> list[Config]:
         (128, 64, 64, 3, 4),
         (128, 64, 64, 4, 8),
     ]
-    blocks = few if key[0] < FEW_ROWS else many
+    blocks = few if key[0] < gemm.FEW_ROWS else many
     found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
     found += [Tiling(m, n, k, s, w, 8, p).config for m, n, k, s, w in blocks if half % n == 0 for p in (0, 1)]
     return found

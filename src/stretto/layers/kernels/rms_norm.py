@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -48,12 +47,10 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
     inside = column < width
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    await_inputs(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * width + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -98,10 +95,10 @@ def _launch(
     choice: Config | None = None,
 ) -> None:
     width = x.shape[-1]
-    block, overlap = block_of(width), overlaps(x)
+    block = block_of(width)
     _rms_norm_kernel[(x.numel() // width,)](
-        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block, OVERLAP=overlap,
-        num_warps=warps_of(block) if choice is None else int(choice["warps"]), launch_pdl=overlap,
+        x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block,
+        num_warps=warps_of(block) if choice is None else int(choice["warps"]),
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config
 
 try:
@@ -68,9 +67,7 @@ def _tma_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    await_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK_M
     b, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     page = b
@@ -131,8 +128,7 @@ def tma_attention(
         *tiles, q_BTHd if slots_B is None else slots_B, mask, mask.stride(0), keys,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         KV_HEADS=kv_heads, INDEXED=slots_B is not None, MASKED=mask_BN is not None, EVEN=keys % t.block_n == 0,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, OVERLAP=overlaps(out), num_warps=t.warps, num_stages=t.stages,
-        launch_pdl=overlaps(out),
+        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
