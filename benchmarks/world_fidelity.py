@@ -26,9 +26,10 @@ import torch
 from world_arguments import add_place, place_of
 
 from stretto.core.plan import Device, Plan
+from stretto.deploy.profile import ProfileOptions, profile_world
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
-from stretto.deploy.world_plans import ahead_of, plan_of
+from stretto.deploy.world_plans import plan_of
 from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, run, simulated
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
@@ -51,40 +52,55 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, and the classes of the streams that run under it; `changes`: the second arrives late, the last is cancelled."""
+    """A plan, and the classes of the streams that run under it, in phases between which streams arrive or are cancelled."""
 
     name: str
     plan: Plan
     classes: Sequence[str]
-    changes: bool = False
-
+    arrives: Sequence[int] = ()
+    """The phase in which each stream begins; none: all in the first."""
+    cancelled: int | None = None
+    """The stream that ends before one more phase, with chunks under way."""
     interval_s: float = 0.0
     """What every stream is promised and asked for; 0: they run flat out."""
 
+    @property
+    def phases(self) -> list[list[int]]:
+        """Which streams are there in each phase."""
+        arrives = self.arrives or [0] * len(self.classes)
+        found = [[i for i, phase in enumerate(arrives) if phase <= now] for now in range(max(arrives) + 1)]
+        return found if self.cancelled is None else [*found, [i for i in found[-1] if i != self.cancelled]]
+
     def script(self, profile: Profile, weather: Weather, chunks: int) -> Script:
-        """Make a script in which every stream of every span makes about `chunks` chunks."""
-        pace_s = self.interval_s or self._pace_s(profile, weather)
-        # What an arrival or a cancel stirs up is through after the chunks that were under way.
-        settle_s = (2.0 if self.interval_s else 1.2 * max(self.plan.credit(c) for c in self.classes)) * pace_s
+        """Make a script in which every stream makes about `chunks` chunks in every phase, after the phase has settled."""
         least_s = LEAST_S * (1.0 if profile.work_s > 0.05 else 0.2)
-        # What is promised comes evenly; of what runs flat out, more chunks are needed for a mean.
-        part_s = settle_s + max(chunks * pace_s * (0.5 if self.interval_s else 1.0), least_s)
-        if not self.changes:
-            return replace(self._plain(part_s), spans=((settle_s, part_s),))
-        entries = list(self._plain(3.0 * part_s).entries)
-        entries[1] = replace(entries[1], start_s=part_s)
-        entries[-1] = replace(entries[-1], stop_s=2.0 * part_s)
-        return Script(entries, 3.0 * part_s, [(settle_s + i * part_s, (i + 1) * part_s) for i in range(3)])
+        begins_s, spans = [0.0], []
+        for there in self.phases:
+            classes = [self.classes[i] for i in there]
+            pace_s = self.interval_s or self._pace_s(classes, profile, weather)
+            # What an arrival or a cancel stirs up is through after the chunks that were under way.
+            settle_s = (2.0 if self.interval_s else 1.2 * max(self.plan.credit(c) for c in classes)) * pace_s
+            # What is promised comes evenly; of what runs flat out, more chunks are needed for a mean.
+            ends_s = begins_s[-1] + settle_s + max(chunks * pace_s * (0.5 if self.interval_s else 1.0), least_s)
+            spans.append((begins_s[-1] + settle_s, ends_s))
+            begins_s.append(ends_s)
+        entries = self._entries(self.classes)
+        for i, phase in enumerate(self.arrives):
+            if phase:
+                entries[i] = replace(entries[i], start_s=begins_s[phase])
+        if self.cancelled is not None:
+            entries[self.cancelled] = replace(entries[self.cancelled], stop_s=begins_s[-2])
+        return Script(entries, begins_s[-1], spans)
 
-    def _pace_s(self, profile: Profile, weather: Weather) -> float:
+    def _pace_s(self, classes: Sequence[str], profile: Profile, weather: Weather) -> float:
         span = (200.0 * profile.work_s, 600.0 * profile.work_s)
-        return max(t.interval_s(span) for t in simulated(profile, self.plan, self._plain(span[1]), weather))
+        script = Script(self._entries(classes), span[1], (span,))
+        return max(t.interval_s(span) for t in simulated(profile, self.plan, script, weather))
 
-    def _plain(self, seconds: float) -> Script:
+    def _entries(self, classes: Sequence[str]) -> list[Entry]:
         # Streams that begin at the very same time would leave their first batches to chance.
         apart_s = self.interval_s / len(self.classes) or 0.011
-        entries = [Entry(c, start_s=apart_s * i, interval_s=self.interval_s) for i, c in enumerate(self.classes)]
-        return Script(entries, seconds, ((0.0, seconds),))
+        return [Entry(c, start_s=apart_s * i, interval_s=self.interval_s) for i, c in enumerate(classes)]
 
 
 def tuned(plan: Plan, flying: int, cap: int | None = None) -> Plan:
@@ -98,27 +114,26 @@ def cases(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterat
     Where the profile says that batches gain nothing, every plan but those named so takes one row a launch.
     """
     make = partial(plan_of, profile=profile, devices=devices, mode=bench.case.mode)
-    alone = ["default"]
+    alone, several = ["default"], ["default"] * STREAMS
+    one_by_one = {"arrives": range(STREAMS), "cancelled": 1}
     if len(devices) == 1:
         whole = make("whole")
-        yield Case("whole, 1 stream", whole, alone)
-        yield Case("whole, 3 streams, one arrives, one is cancelled", tuned(whole, 2), alone * 3, changes=True)
-        yield Case("whole, 2 streams", tuned(whole, 2), alone * 2)
+        yield Case("whole, 1 to 4 streams, one after another, one is cancelled", tuned(whole, 2), several, **one_by_one)
         yield from placed(profile, devices, bench)
         yield Case("batched over steps, 1 stream", make("batched"), alone)
-        yield Case("whole, 4 streams", tuned(whole, 2), alone * 4)
+        yield Case("whole, 1 stream", whole, alone)
         return
-    ring = make("by_block")
-    yield Case("by_block, 1 stream", ring, alone)
-    yield Case("by_block, 3 streams, one arrives, one is cancelled", tuned(ring, 2), alone * 3, changes=True)
+    # In order of arrival streams take turns, where by age a stream can gain a chunk in one round and lose it in the next.
+    ring = tuned(make("by_block"), 2).with_dispatch("first_come_first_served")
+    yield Case("by_block, 1 to 4 streams, one after another, one is cancelled", ring, several, **one_by_one)
     yield from placed(profile, devices, bench)
     yield Case("by_step, 1 stream", make("by_step"), alone)
-    yield Case("by_block, 2 streams", tuned(ring, 2), alone * 2)
-    yield Case("by_step, 2 streams", tuned(make("by_step"), 2), alone * 2)
     yield Case("by_stage, 1 stream", make("by_stage"), alone)
-    yield Case("by_block, 1 stream, nothing launched ahead", replace(ring, ahead=0), alone)
+    yield Case("by_block, 1 stream", make("by_block"), alone)
+    yield Case("by_step, 2 streams", tuned(make("by_step"), 2), alone * 2)
     yield other_cuts(profile, devices, bench)
     yield Case("by_block_batched, 1 stream", make("by_block_batched"), alone)
+    yield Case("by_block, 1 stream, nothing launched ahead", replace(make("by_block"), ahead=0), alone)
 
 
 def placed(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Iterator[Case]:
@@ -133,8 +148,16 @@ def placed(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Itera
         return
     (plan,) = found.verified.plans.values()
     plan = exact(replace(plan, mode=bench.case.mode, credits={name: min(4, plan.credit(name)) for name in plan.classes}))
-    name = f"portfolio, {len(found.placed)} of {count} streams at their promise"
-    yield Case(name, plan, list(plan.classes), len(found.placed) > 2, spec.interval_s)
+    here = len(found.placed)
+    name = f"portfolio, {here} of {count} streams at their promise"
+    changes = {"arrives": [0, 1, *[0] * (here - 2)], "cancelled": here - 1} if here > 2 else {}
+    yield Case(
+        name + (", one arrives, one is cancelled" if changes else ""),
+        plan,
+        list(plan.classes),
+        **changes,
+        interval_s=spec.interval_s,
+    )
 
 
 def other_cuts(profile: Profile, devices: Sequence[str], bench: WorldBench) -> Case:
@@ -143,7 +166,8 @@ def other_cuts(profile: Profile, devices: Sequence[str], bench: WorldBench) -> C
     ranks = {"first": [Rank(0, n, a)], "both": [Rank(0, n // 2, a), Rank(n // 2, n, b)], "second": [Rank(0, n, b)]}
     pool = [Device(a), Device(b)]
     plan = of_ranks(profile, pool, ranks, quantum=-(-n // 2), credits=dict.fromkeys(ranks, 2), dispatch="oldest_chunk_first")
-    return Case("other cuts, 3 streams, one arrives, one is cancelled", replace(plan, mode=bench.case.mode), list(ranks), True)
+    plan = replace(plan, mode=bench.case.mode)
+    return Case("other cuts, 3 streams, one arrives, one is cancelled", plan, list(ranks), arrives=[0, 1, 0], cancelled=2)
 
 
 def exact(plan: Plan) -> Plan:
@@ -172,9 +196,10 @@ def row_of(bench: WorldBench, case: Case, chunks: int, left_s: Callable[[], floa
         "batch_caps": dict(plan.batch_caps),
         "credits": {name: plan.credit(name) for name in plan.classes},
     }
-    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan), slow=bench.slow)
+    weather = Weather(noise=NOISE, slow=bench.slow)
     script = case.script(bench.profile, weather, chunks)
     row["seconds"] = round(script.seconds, 2)
+    row["script"] = [[e.stream_class, round(e.start_s, 4), round(min(e.stop_s, script.seconds), 4)] for e in script.entries]
     short = bench.short_of_memory(plan)
     if short or left_s() < needed_s(script):
         return row | ({"skipped": short} if short else {"not_run": f"needs {needed_s(script):.0f} s"})
@@ -213,6 +238,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=21)
     parser.add_argument("--chunks", type=int, default=12, help="chunks of a stream in a span")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4], help="batch sizes to profile")
+    parser.add_argument(
+        "--also", nargs="*", type=int, default=[], help="profile again at the end, on so many blocks (0: all that fit)"
+    )
     parser.add_argument("--only", default="", help="cases whose name holds this")
     add_place(parser)
     return parser.parse_args()
@@ -224,7 +252,13 @@ def main() -> None:
     models, window = ([TINY], 6) if args.small else (args.models, args.window)
     result: dict[str, Any] = {**provenance(torch.device(devices[0].split(":")[0])), "devices": len(devices)}
     result |= {"mode": mode, "workers": args.workers, "noise": NOISE, "host": {"cores": os.cpu_count()}, "cases": []}
-    result |= {"profiles": [], "slow": []}
+    result |= {"profiles": [], "slow": [], "profiles_after": []}
+
+    def save() -> None:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
     for i, model in enumerate(models):
         until_s = began_s + args.budget * (i + 1) / len(models)
         changes = {"blocks": 8, "width": 128, "heads": 2} if model == TINY else {}
@@ -251,9 +285,17 @@ def main() -> None:
             line = {k: row[k] for k in SHOWN if k in row}
             line["intervals"] = [(r["measured_ms"], r["simulated_ms"], r["error"]) for r in row.get("rows", ())]
             print(json.dumps(line), flush=True)
-            if args.out is not None:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save()
+        bench.release()
+        for sample in args.also:
+            options = ProfileOptions(model, (1,), sustained_s=sustained_s, sample=sample)
+            again = profile_world(config, torch.device(devices[0]), mode, options)
+            result["profiles_after"].append({"sample": sample, **json.loads(again.to_json())})
+            print(
+                f"# again, {sample} blocks: {again.work_s * 1e3:.2f} ms of work, {bench.profile.work_s * 1e3:.2f} before",
+                flush=True,
+            )
+        save()
         del bench
     print(json.dumps(result.get("summary")))
 

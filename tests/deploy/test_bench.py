@@ -12,14 +12,14 @@ import torch
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import ConfigError
-from stretto.core.route import Visit
+from stretto.core.route import Segment, Visit
 from stretto.deploy.drive import Done, Measured
 from stretto.deploy.profile import ProfileOptions, measure, passes_of
 from stretto.deploy.world_bench import WorldBenchOptions, bench_world
 from stretto.deploy.world_plans import ONE, SEVERAL, plan_of, predicted
 from stretto.deploy.worlds import RandomWorld, config_of
 from stretto.models import pi0, wan
-from stretto.runtime.profiler import Bench
+from stretto.runtime.profiler import SETS, Bench
 from stretto.sched.costs import BatchCost
 from stretto.sched.profile import Profile, Provenance, StageProfile
 
@@ -87,6 +87,21 @@ def test_a_measured_profile_is_of_the_models_own_route_and_survives_json(model: 
     assert all(stage.cost(1) > 0 for stage in profile.stages.values())
     for visit in model.route.visits:
         assert profile.waits_for(visit) == model.carry(visit)
+
+
+def test_under_load_the_stages_of_a_step_add_up_to_what_a_step_takes() -> None:
+    model = RandomWorld(config_of("wan-tiny", blocks=6, window_frames=2)).on(["cpu"]).first
+    profile = measure(model, CPU, "eager", ProfileOptions("wan-tiny", batches=(1, 2), sustained_s=0.2))
+    profile.check_route(model.route)
+    assert "under load" in profile.provenance.note
+    assert set(profile.stages) == {"embed", "block.*", "head"}
+    step = Segment(0, len(model.route) // 4)
+    bench = Bench(model, CPU, "eager", 1, chunk=2)
+    bench.load(model.example_inputs(SETS))
+    bench.fill(seed=1)
+    took_s = bench.segment(step, {}, warmup=2, n=8).p50 / 1e3
+    said_s = profile.launch_s + sum(profile.stage(v.stage).cost(1) for v in model.route.on(step))
+    assert said_s == pytest.approx(took_s, rel=0.6)  # other work on the machine comes and goes
 
 
 def test_some_blocks_stand_for_all() -> None:

@@ -71,6 +71,28 @@ def test_what_is_launched_ahead_does_not_see_who_comes_later() -> None:
     assert late.streams[0].interval_s(1.0) >= free.streams[0].interval_s(1.0)
 
 
+def test_on_a_gpu_a_chunk_waits_for_its_next_stage_from_the_launch_of_the_last_and_on_a_cpu_from_its_end() -> None:
+    """In order of arrival, a chunk that came while another ran is next on a CPU, and behind that one's next stage on a GPU."""
+    gpu = toy(4, 1, fixed_s=0.1)
+    order = {}
+    for profile in (gpu, replace(gpu, device="CPU")):
+        plan = replace(whole(profile, pool(1)[0], quantum=1), in_flight=1, ahead=0, dispatch="first_come_first_served")
+        runs = [StreamRun(name, "m", chunks=1, start_s=at) for name, at in (("first", 0.0), ("second", 0.05))]
+        outcome = Simulation({"m": Load(plan, profile)}, runs, trace=True).run(math.inf)
+        order[profile.device] = [launch.chunks[0][0] for launch in outcome.trace or ()]
+    assert order[gpu.device][:3] == ["first", "first", "second"]
+    assert order["CPU"][:3] == ["first", "second", "first"]
+
+
+def test_a_simulation_launches_as_far_ahead_as_the_plan_says() -> None:
+    profile = toy(2, 4, fixed_s=0.1, per_row_s=0.001)
+    plan = replace(whole(profile, pool(1)[0], quantum=1, batch_cap=2), in_flight=2, dispatch="oldest_chunk_first")
+    runs = [StreamRun(f"s{i}", "m", chunks=40, start_s=0.001 * i) for i in range(2)]
+    said = [Simulation({"m": Load(replace(plan, ahead=n), profile)}, runs, trace=True).run(math.inf).trace for n in (1, 2)]
+    assert said == [run(profile, plan, n, streams=2).trace for n in (1, 2)]
+    assert said[0] != said[1]
+
+
 def test_a_plan_with_negative_launches_ahead_is_refused() -> None:
     profile = toy()
     with pytest.raises(PlanError, match="ahead: got -1"):

@@ -87,7 +87,7 @@ def test_greedy_batching_on_a_ring_forms_convoys_and_the_cap_cures_them() -> Non
     rates = {}
     for cap in (1, 4, 16):  # 16 chunks in flight over 4 devices
         plan = by_block(profile, pool(4), batch_cap=cap, quantum=5).with_dispatch("first_come_first_served")
-        outcome = saturate(profile, replace(plan, in_flight=4), streams=4, chunks=60, weather=Weather(noise=0.03))
+        outcome = saturate(profile, replace(plan, in_flight=4), streams=4, chunks=60, weather=Weather(noise=0.03, ahead=0))
         rates[cap] = 4 / interval(outcome, 20)
     assert rates[4] > rates[1] * 1.5  # batches pay for themselves,
     assert rates[4] > rates[16] * 1.5  # but not if they leave the other devices nothing to do

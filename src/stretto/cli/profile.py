@@ -25,6 +25,8 @@ class Args:
     mode: Literal["auto", "graph", "eager"] = "auto"
     n: int = 30
     """Timed runs of each case."""
+    sustained: float = 1.0
+    """World models on a GPU: seconds for which denoise steps run one behind the other, as in a stream, for each batch size."""
     out: Path | None = None
     """Write the profile here instead of printing it."""
 
@@ -47,6 +49,7 @@ def run(args: Args) -> int:
         args.dtype,
         args.mode,
         n=args.n,
+        sustained_s=args.sustained,
         changes=tuple((k, v) for k, v in fields.items() if v is not None),
     )
     text = profile_preset(options).to_json()

@@ -1,14 +1,18 @@
 """Measures a model's stages on the device at hand into the profile that plans are made from.
 
-Numbered stages of one kind (`block.0`, `block.1`, ...) are alike, so a few stand for all: a segment of one and a segment
+Numbered stages of one kind (`block.0`, `block.1`, ...) are alike, so some stand for all: a segment of one and a segment
 of some are timed, the difference is the cost of a stage, and what is left of the first is the cost of a launch.
+
+A device under load is slower than one that rests between launches, so with `sustained_s` stages are timed as streams run
+them: a whole denoise step, with as many blocks of their own weights as fit, launched one behind the other, and each kind of
+stage alone in turn with it, so that all are timed at the same clock. The stages of a step then add up to what a step takes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -24,12 +28,13 @@ from stretto.deploy.models import build_preset
 from stretto.deploy.provenance import commit
 from stretto.deploy.worlds import NAMES, RandomWorld, config_of
 from stretto.models.wan_config import WanConfig
-from stretto.runtime.profiler import SETS, Bench
+from stretto.runtime.profiler import SETS, Bench, Times
 from stretto.sched.costs import BatchCost
 from stretto.sched.hardware import CPU
 from stretto.sched.profile import Carry, Profile, Provenance, StageProfile, StateOf
 
 SAMPLE = 4  # blocks that stand for all
+_SHARE = 0.4  # of a device's memory
 Passes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
 
 
@@ -43,7 +48,9 @@ class ProfileOptions:
     warmup: int = 3
     n: int = 30
     sustained_s: float = 0.0
-    """Time numbered stages in launches in a row for so long; 0: one launch at a time."""
+    """World models: time whole denoise steps, launched one behind the other, for so long; 0: one launch at a time."""
+    sample: int = 0
+    """World models: blocks that stand for all; 0: a few, or with `sustained_s` as many as fit."""
     changes: tuple[tuple[str, Any], ...] = ()
     """Fields of the model's configuration, such as `frames_per_chunk`."""
 
@@ -56,6 +63,8 @@ def profile_preset(options: ProfileOptions) -> Profile:
     """
     device = resolve_device(options.device)
     dtype, mode = resolve_dtype(options.dtype, device), resolve_mode(options.mode, device)
+    if device.type != "cuda":
+        options = replace(options, sustained_s=0.0)  # nothing there slows down under load
     if options.model in NAMES:
         return profile_world(config_of(options.model, dtype=dtype, **dict(options.changes)), device, mode, options)
     if options.changes:
@@ -67,8 +76,18 @@ def profile_preset(options: ProfileOptions) -> Profile:
 
 def profile_world(config: WanConfig, device: torch.device, mode: Mode, options: ProfileOptions) -> Profile:
     """Measure a world model of this configuration on a sample of its blocks."""
-    sample = RandomWorld(replace(config, blocks=min(SAMPLE, config.blocks)))
+    blocks = options.sample or (_fitting(config, device, max(options.batches)) if options.sustained_s else SAMPLE)
+    sample = RandomWorld(replace(config, blocks=min(blocks, config.blocks)))
     return measure(sample.on([str(device)]).first, device, mode, options, blocks=config.blocks)
+
+
+def _fitting(config: WanConfig, device: torch.device, batch: int) -> int:
+    """Return how many blocks, with the rings of a batch, take no more than a part of the device's memory."""
+    if device.type != "cuda":
+        return SAMPLE
+    one = RandomWorld(replace(config, blocks=1))(device="meta", only=())
+    each = _weight_bytes(one, "block.0") + batch * sum(one.state[part].nbytes for part in one.stages["block.0"].spec.state)
+    return max(SAMPLE, int(_SHARE * _memory_of(device) / each))
 
 
 def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOptions, *, blocks: int = 0) -> Profile:
@@ -87,7 +106,8 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device) - own)
     passes = _with_blocks(passes_of(model.route.visits), blocks)
-    note = f"torch {torch.__version__}, {mode}" + (", sustained" if options.sustained_s else "")
+    load = ", under load" if options.sustained_s and _step(model) else ""
+    note = f"torch {torch.__version__}, {mode}{load}"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU.name
     return Profile(
         model.name,
@@ -115,19 +135,48 @@ def _stage_times(
     example: Any = built
     bench.load(example.example_inputs(SETS * batch))
     bench.fill(seed=batch)
-    lengths = {b.axis: b.lengths[-1] for b in model.buckets}
+    own = bench.arenas.nbytes + sum(p.nbytes for p in model.module.parameters())
+    step = _step(model) if options.sustained_s else ()
+    seconds, launch = _under_load(bench, step, options.sustained_s) if step else ({}, 0.0)
+    order = tuple(dict.fromkeys(v.stage for v in model.route.visits))
+    alone = {name: members for name, members in _groups(order).items() if name not in seconds}
+    found, once = _alone(bench, alone, options)
+    return seconds | found, launch if step else once, own
+
+
+def _step(model: Model) -> tuple[str, ...]:
+    """Return the stages of one denoise step that has numbered stages; none where the model has none."""
+    return next((stages for stages, _ in passes_of(model.route.visits) if any(s[-1].isdigit() for s in stages)), ())
+
+
+def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> tuple[dict[str, float], float]:
+    """Time a whole step and each kind of its stages in turn; what they take alone beyond the step is their launches."""
+    groups = _groups(step)
+    whole = _segments(bench.model, tuple(step))
+    turns = [pair for members in groups.values() for pair in (whole, _segments(bench.model, members[:1]))]
+    times = bench.in_turn(turns, _lengths(bench.model), seconds=seconds)
+    together = Times(tuple(ms for some in times[::2] for ms in some.ms)).p50 / 1e3
+    each = {name: some.p50 / 1e3 for name, some in zip(groups, times[1::2], strict=True)}
+    over = sum(each[name] * len(members) for name, members in groups.items()) - together
+    launch = max(0.0, over / max(1, len(step) - 1))
+    found = {name: max(s - launch, 0.1 * s) for name, s in each.items()}
+    # Whatever launches hide or cost, the stages add up to the step.
+    numbered = max(groups, key=lambda name: len(groups[name]))
+    others = sum(s for name, s in found.items() if name != numbered)
+    found[numbered] = max(0.1 * each[numbered], (together - launch - others) / len(groups[numbered]))
+    return found, launch
+
+
+def _alone(bench: Bench, groups: Mapping[str, tuple[str, ...]], options: ProfileOptions) -> tuple[dict[str, float], float]:
+    """Time stages one launch at a time; returns their seconds and those of a launch."""
 
     def time(stages: tuple[str, ...]) -> float:
-        sustained_s = options.sustained_s if stages[0].rpartition(".")[2].isdigit() else 0.0
-        starts = [i for i in range(len(model.route)) if model.route.signature(Segment(i, i + len(stages))) == stages]
-        segment = Segment(starts[0], starts[0] + len(stages))
-        n = max(4, options.n // batch)
-        times = bench.segment(segment, lengths, warmup=options.warmup, n=n, starts=starts, sustained_s=sustained_s)
-        return times.p50 / 1e3
+        segment, starts = _segments(bench.model, stages)
+        n = max(4, options.n // bench.batch)
+        return bench.segment(segment, _lengths(bench.model), warmup=options.warmup, n=n, starts=starts).p50 / 1e3
 
     launch, seconds = 0.0, {}
-    order = tuple(dict.fromkeys(v.stage for v in model.route.visits))
-    for name, members in _groups(order).items():
+    for name, members in groups.items():
         one = time(members[:1])
         if len(members) > 1:
             some = time(members)
@@ -136,11 +185,20 @@ def _stage_times(
             launch = max(0.0, one - seconds[name]) if some > one else 0.0
         else:
             seconds[name] = one
-    for name, members in _groups(order).items():
+    for name, members in groups.items():
         if len(members) == 1:
             seconds[name] = max(seconds[name] - launch, 0.1 * seconds[name])
-    own = bench.arenas.nbytes + sum(p.nbytes for p in model.module.parameters())
-    return seconds, launch, own
+    return seconds, launch
+
+
+def _segments(model: Model, stages: tuple[str, ...]) -> tuple[Segment, Sequence[int]]:
+    """Return the first run of these stages on the route, and the visits at which all of them begin."""
+    starts = [i for i in range(len(model.route)) if model.route.signature(Segment(i, i + len(stages))) == stages]
+    return Segment(starts[0], starts[0] + len(stages)), starts
+
+
+def _lengths(model: Model) -> dict[str, int]:
+    return {b.axis: b.lengths[-1] for b in model.buckets}
 
 
 def _groups(order: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -192,6 +192,11 @@ class WorldBench:
             self._model = self.world.on(self.case.devices)
         return Engine(self._model, plan, slots=slots, streams=self.held(plan))
 
+    def release(self) -> None:
+        """Give back the weights, which the next engine makes anew."""
+        self._model = None
+        free()
+
     def feed(self, stream: int, chunk: int) -> Inputs:
         """Return the inputs of a chunk: noise, and where it is."""
         place = np.asarray([chunk, chunk_key(0, stream, chunk), 0], np.int64)

@@ -14,7 +14,6 @@ from stretto.core.route import Segment
 from stretto.sched import plans
 from stretto.sched.batching import worthwhile_cap
 from stretto.sched.columns import Columns
-from stretto.sched.hardware import CPU
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
@@ -83,17 +82,12 @@ def merged(plan: Plan) -> Plan:
     return replace(plan, classes=classes)
 
 
-def ahead_of(profile: Profile, plan: Plan) -> int:
-    """Return how many batches are launched behind the one that runs: none where the host itself computes."""
-    return 0 if profile.device == CPU.name else plan.ahead
-
-
 def predicted(profile: Profile, plan: Plan, streams: int, slow: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Return what the simulator says of a plan: steady output interval and median response, in milliseconds.
 
     `slow`: device -> its times over those of the profile.
     """
-    load, weather = Load(plan, profile), Weather(ahead=ahead_of(profile, plan), slow=slow)
+    load, weather = Load(plan, profile), Weather(slow=slow)
     chunks = max(240, 24 * plan.in_flight)
     runs = [StreamRun(f"stream {i}", profile.model, chunks=chunks) for i in range(streams)]
     outcome = Simulation({profile.model: load}, runs, weather=weather).run(2.0 * profile.work_s * chunks * streams)

@@ -20,7 +20,6 @@ from stretto.core.errors import CapacityError, StrettoError
 from stretto.core.plan import Plan
 from stretto.deploy.drive import Feed
 from stretto.deploy.world_bench import WorldBench, free
-from stretto.deploy.world_plans import ahead_of
 from stretto.runtime.engine import Engine, Stream
 from stretto.sched.outcome import quantile
 from stretto.sched.profile import Profile
@@ -29,6 +28,7 @@ from stretto.sched.simulator import Simulation
 
 REHEARSAL_S, _REHEARSALS = 1.0, 4
 Span = tuple[float, float]
+_LAG = 0.75  # of the chunks in a span
 NOISE = 0.01
 """Of a batch's time in the simulator; without it equal streams would stay in step for ever."""
 
@@ -74,15 +74,17 @@ class Track:
     def interval_s(self, span: Span) -> float:
         """Return the mean time between chunks within a span; NaN if there are fewer than four.
 
-        Chunks can come in bursts, so chunks are compared that are whole bursts apart. A stream that stood still for half of
-        the span, and made what it made in the other half, had the interval that the whole span gives.
+        Chunks can come in bursts, so chunks are compared that are whole bursts apart, and not so far that only the first and
+        the last count. A stream that stood still for half of the span, and made what it made in the other half, had the
+        interval that the whole span gives.
         """
         inside = [done for _, done in self.out if span[0] <= done <= span[1]]
         if len(inside) < 4:
             return math.nan
         if inside[-1] - inside[0] < 0.5 * (span[1] - span[0]):
             return (span[1] - span[0]) / len(inside)
-        lag = (len(inside) - 1) // self.burst * self.burst or len(inside) - 1
+        most = len(inside) - 1
+        lag = int(_LAG * most) // self.burst * self.burst or most // self.burst * self.burst or most
         return statistics.mean(b - a for a, b in zip(inside, inside[lag:], strict=False)) / lag
 
     def response_s(self, span: Span) -> float:
@@ -145,7 +147,7 @@ def needed_s(script: Script) -> float:
 
 def share_of(script: Script) -> float:
     """Return to what share a script is shortened to rehearse it."""
-    return min(1.0, max(0.2, REHEARSAL_S / script.seconds))
+    return min(1.0, max(0.1, REHEARSAL_S / script.seconds))
 
 
 def play(
@@ -265,10 +267,22 @@ class Run:
         seconds = sum(b - a for a, b in self.script.spans)
         return {d: round(max(0.0, 1.0 - ms / 1e3 / seconds), 4) for d, ms in busy.items()}
 
+    def busy_ms(self) -> dict[str, float]:
+        """Return, for each device, the mean device time of the chunks that came out in the spans."""
+        counted = [
+            times
+            for track in self.measured
+            for (_, done), times in zip(track.out, track.busy_ms, strict=True)
+            if any(a <= done <= b for a, b in self.script.spans)
+        ]
+        devices = sorted({device for times in counted for device in times})
+        return {d: round(statistics.mean(times.get(d, 0.0) for times in counted), 3) for d in devices}
+
     def account(self) -> dict[str, Any]:
         """Return what must be known beside the figures: idle time, graphs, failures."""
         out: dict[str, Any] = {
             "idle_share": self.idle_share(),
+            "busy_ms_a_chunk": self.busy_ms(),
             "carriage": self.carriage,
             "graphs": self.graphs,
             "captured_while_measured": self.captured,
@@ -306,7 +320,7 @@ def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
         engine.close()
         del engine
         free()
-    weather = Weather(noise=NOISE, ahead=ahead_of(bench.profile, plan), slow=bench.slow)
+    weather = Weather(noise=NOISE, slow=bench.slow)
     expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
     return Run(script, tracks, expected, graphs, graphs - before, carriage)
 

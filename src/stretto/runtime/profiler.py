@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -58,28 +59,30 @@ def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: 
     return Times(tuple(samples))
 
 
-def time_sustained(run: Callable[[int], None], device: torch.device, *, seconds: float, ahead: int = 1) -> Times:
-    """Time `run(i)` by the device's clock with launches in a row, as a stream makes them; the last third of `seconds` counts.
+def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *, seconds: float, ahead: int = 3) -> list[Times]:
+    """Time `run(turn)` of each in turn by the device's clock, launched one behind the other.
 
-    A device under load for a while draws all the power that it may, and its clock falls: what is timed one call at a time
-    is faster than it will be.
+    The last third of `seconds` counts: a device under load draws all the power that it may, and its clock falls, so what is
+    timed one call at a time, or before the others, is faster than it will be. In turn, all see the same clock. Short ones
+    belong between long ones, so that they are queued by the time that the device comes to them.
     """
-    under_way: deque[tuple[Stamp, Stamp]] = deque()
-    samples: list[float] = []
+    under_way: deque[tuple[int, Stamp, Stamp, float]] = deque()
+    samples: list[list[float]] = [[] for _ in runs]
     start_s = time.monotonic()
     turn = 0
-    while (spent_s := time.monotonic() - start_s) < seconds or len(samples) < 4:
-        begin = Stamp(device)
-        run(turn)
-        under_way.append((begin, Stamp(device)))
+    while time.monotonic() - start_s < seconds or min(len(some) for some in samples) < 3:
+        for i, run in enumerate(runs):
+            begin = Stamp(device)
+            run(turn)
+            under_way.append((i, begin, Stamp(device), time.monotonic() - start_s))
+            if len(under_way) > ahead:
+                which, begin, end, at_s = under_way.popleft()
+                end.wait()
+                if at_s > 2.0 / 3.0 * seconds:
+                    samples[which].append(end.ms_since(begin))
         turn += 1
-        if len(under_way) > ahead:
-            begin, end = under_way.popleft()
-            end.wait()
-            if spent_s > 2.0 / 3.0 * seconds:
-                samples.append(end.ms_since(begin))
-    under_way[-1][1].wait()
-    return Times(tuple(samples))
+    under_way[-1][2].wait()
+    return [Times(tuple(some)) for some in samples]
 
 
 class Bench:
@@ -130,19 +133,34 @@ class Bench:
         ]
 
     def segment(
-        self,
-        segment: Segment,
-        lengths: Mapping[str, int],
-        *,
-        warmup: int,
-        n: int,
-        starts: Sequence[int] = (),
-        sustained_s: float = 0.0,
+        self, segment: Segment, lengths: Mapping[str, int], *, warmup: int, n: int, starts: Sequence[int] = ()
     ) -> Times:
-        """Time one segment; `starts` are the visits at which rows stand, where several segments run the same stages.
+        """Time one segment, one launch at a time.
 
-        One launch at a time, or with `sustained_s` in a row for so long.
+        Args:
+            starts: the visits at which rows stand, where several segments run the same stages.
         """
+        with self._current():
+            run = self.runner(segment, lengths, starts)
+            return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
+
+    def in_turn(
+        self, segments: Sequence[tuple[Segment, Sequence[int]]], lengths: Mapping[str, int], *, seconds: float
+    ) -> list[Times]:
+        """Time segments, each with the visits at which rows stand, in turn and launched one behind the other."""
+        with self._current():
+            runs = [self.runner(segment, lengths, starts) for segment, starts in segments]
+            for run in runs:
+                time_on_device(run, self.device, warmup=2, n=1)
+            return time_in_turn(runs, self.device, seconds=seconds)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+            yield
+
+    def runner(self, segment: Segment, lengths: Mapping[str, int], starts: Sequence[int] = ()) -> Callable[[int], None]:
+        """Return what launches a segment, with the input set of a turn. Captures it, where that needs no rows."""
         program = Program(
             self.model,
             segment,
@@ -152,16 +170,12 @@ class Bench:
             graphs=self._graphs,
             shapes={axis: (n,) for axis, n in lengths.items()},
         )
+        program.capture()
 
         def run(turn: int) -> None:
             program.launch(self.members(turn, starts or (segment.start,), len(segment)), lengths)
 
-        with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            program.capture()
-            if not sustained_s:
-                return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
-            time_on_device(run, self.device, warmup=max(warmup, 2), n=1)
-            return time_sustained(run, self.device, seconds=sustained_s)
+        return run
 
 
 def stage_segments(model: Model) -> dict[str, tuple[Segment, int]]:

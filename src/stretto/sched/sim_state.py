@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Placement, Plan
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.hardware import CPU
 from stretto.sched.outcome import StreamOutcome
 from stretto.sched.plans import waits
 from stretto.sched.profile import Profile
@@ -56,8 +57,9 @@ class Weather:
     """Device -> factor on all its times."""
     fails: Mapping[str, float] = field(default_factory=dict)
     """Device -> when it dies, with every stream that has a placement there."""
-    ahead: int = 0
-    """Batches that a device's host launches behind the one that runs; 0 for a host that computes itself."""
+    ahead: int | None = None
+    """Batches that a device's host launches behind the one that runs; 0 for a host that computes itself. None: as the plans
+    say, with CPUs as hosts that compute themselves."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +70,8 @@ class SimDevice:
     chip: Chip
     slow: float = 1.0
     ahead: int = 0
+    prompt: bool = False
+    """Whether its host goes on as soon as a batch is launched: chunks then wait for their next turn here from that time."""
     queued: int = 0
     """Batches that were launched and are not done."""
     free_s: float = 0.0
@@ -165,8 +169,8 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> De
         chip = chips[name] = Chip(name, slots)
         for lane in range(count):
             # Side by side, when a batch ends is not known while it runs, so nothing is launched behind it.
-            ahead = weather.ahead if count == 1 else 0
-            devices[name, lane] = SimDevice(name, chip, weather.slow.get(name, 1.0), ahead)
+            ahead, prompt = _launching(name, loads.values(), weather) if count == 1 else (0, False)
+            devices[name, lane] = SimDevice(name, chip, weather.slow.get(name, 1.0), ahead, prompt)
             chip.lanes.append(devices[name, lane])
     for model, load in loads.items():
         for placements in load.plan.classes.values():
@@ -185,6 +189,15 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> De
         device.limits = Limits(most, kind_caps={} if len(plans) == 1 else caps, costs=costs)
         device.policy = policy(plans[0].dispatch)
     return devices
+
+
+def _launching(device: str, loads: Iterable[Load], weather: Weather) -> tuple[int, bool]:
+    """Return how many batches a device's host launches behind the one that runs, and whether it launches at all."""
+    if weather.ahead is not None:
+        return weather.ahead, weather.ahead > 0
+    mine = [load for load in loads if any(d.name == device for d in load.plan.devices)]
+    prompt = all(load.profile.device != CPU.name for load in mine)
+    return (min(load.plan.ahead for load in mine) if prompt else 0), prompt
 
 
 def _interfere(chip: Chip, loads: Mapping[str, Load]) -> None:

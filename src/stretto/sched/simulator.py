@@ -4,8 +4,8 @@ It follows the executor step by step: a chunk may run at a placement once its pr
 its first launch on a device until it leaves, runs in batches of one kind that the dispatch policy chooses whenever the
 device is free, and arrives at the next device after the link's time. Two runs of the same input are equal.
 
-A device whose host launches ahead (`Weather.ahead`, as for a GPU) takes its next batch while others are still queued: it
-chooses by what is there at that time, and what a chunk does next on the same device may follow at once.
+The host of a GPU launches and goes on: what a chunk does next on the same device waits there from its launch, not from its
+end. With `Plan.ahead` it takes the next batch while others are still queued, and chooses by what is there at that time.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Simulation:
             ready = self._choice(device) if self._limited else device.ready
             if not ready:
                 return
-            decision = device.policy(now, ready, device.limits)
+            decision = device.policy(max(now, device.free_s), ready, device.limits)
             for refusal in decision.refuse:
                 self._refuse(now, device, refusal.key, refusal.reason)
             if decision.run:
@@ -206,7 +206,7 @@ class Simulation:
         if self._trace is not None:
             streams = tuple((f.run.spec.name, f.chunk) for f in batch)
             self._trace.append(Launch(device.name, begin, device.free_s, kind, first.at, streams))
-        if device.ahead:
+        if device.prompt:
             self._pass(now, device, batch)
         if device.chip.shared:
             device.chip.start(now, device, batch, kind, seconds, self._ends_at)
@@ -239,7 +239,7 @@ class Simulation:
     def _done(self, now: float, device: SimDevice, batch: list[Flow]) -> None:
         if device.chip.dead or (device.chip.shared and not device.chip.ends(now, device, batch, self._ends_at)):
             return
-        if not device.ahead:
+        if not device.prompt:
             self._pass(now, device, batch)
         leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
         for flow in batch:
