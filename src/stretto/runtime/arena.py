@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -63,43 +61,65 @@ class InputLayout:
     offsets: Mapping[str, int]
     row_bytes: int
 
-    @cached_property
-    def _dtypes(self) -> Mapping[str, np.dtype[Any] | str]:
-        """Looked up once: numpy works a dtype's name out anew each time. It has no bfloat16, which then matches nothing."""
-        return {n: np.dtype(s.dtype) if hasattr(np, s.dtype) else s.dtype for n, s in self.specs.items()}
-
     @staticmethod
     def of(specs: Mapping[str, TensorSpec]) -> InputLayout:
         return InputLayout(dict(specs), *packed(specs, _ALIGN))
 
-    def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> Tensor:
-        """Pack one request into a new byte row on the host.
+    def row(self, *, pin: bool) -> PackedRow:
+        """Return a new row of host memory; what is in it is not defined."""
+        data = torch.empty(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
+        raw = data.numpy()
+        # numpy has no bfloat16: no input is of that dtype.
+        known = {n: s for n, s in self.specs.items() if hasattr(np, s.dtype)}
+        return PackedRow(data, {n: np.ndarray(s.shape, s.dtype, raw, self.offsets[n]) for n, s in known.items()})
+
+    def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> PackedRow:
+        """Pack one request into a new row.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
         """
-        row = torch.empty(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
+        row = self.row(pin=pin)
         self.fill(row, inputs)
         return row
 
-    def fill(self, row: Tensor, inputs: Mapping[str, np.ndarray]) -> None:
-        """Write one request into a byte row; inputs shorter than declared are padded with zeros.
+    def fill(self, row: PackedRow, inputs: Mapping[str, np.ndarray]) -> None:
+        """Write one request into a row; inputs shorter than declared are padded with zeros.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
         """
         if inputs.keys() != self.specs.keys():
             raise FieldError("inputs", got=sorted(inputs), expected=sorted(self.specs))
-        raw = row.numpy()
-        for name, spec in self.specs.items():
-            value = np.asarray(inputs[name])
-            if value.dtype != self._dtypes[name] or not _fits(value.shape, spec.shape):
-                raise FieldError(name, got=f"{value.dtype.name}{list(value.shape)}", expected=f"{spec.dtype}{list(spec.shape)}")
-            target = np.ndarray(spec.shape, value.dtype, raw, self.offsets[name])
-            if value.shape != spec.shape:
-                target.fill(0)
-                target = target[tuple(slice(0, n) for n in value.shape)]
-            target[...] = value
+        for name, value in inputs.items():
+            target = row.views.get(name)
+            if target is not None and _alike(value, target):
+                target[...] = value
+            else:
+                self._fit(name, np.asarray(value), target)
+
+    def _fit(self, name: str, value: np.ndarray, target: np.ndarray | None) -> None:
+        """Write an input that may not have the declared shape."""
+        spec = self.specs[name]
+        if target is None or value.dtype != target.dtype or not _fits(value.shape, spec.shape):
+            raise FieldError(name, got=f"{value.dtype.name}{list(value.shape)}", expected=f"{spec.dtype}{list(spec.shape)}")
+        if value.shape != spec.shape:
+            target.fill(0)
+            target = target[tuple(slice(0, n) for n in value.shape)]
+        target[...] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRow:
+    """Host memory of one request's inputs, side by side as they lie in a slot."""
+
+    data: Tensor
+    views: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Input -> its place in the row, where the row is to be filled here."""
+
+
+def _alike(value: np.ndarray, target: np.ndarray) -> bool:
+    return value.__class__ is np.ndarray and value.shape == target.shape and value.dtype == target.dtype
 
 
 def _fits(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:
@@ -134,6 +154,7 @@ class Arenas:
         self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots", spare[pool]) for pool in state}
         self.layout = InputLayout.of(inputs)
         self._packed = torch.zeros(slots + 1, self.layout.row_bytes, dtype=torch.uint8, device=device)
+        self._packed_rows = self._packed.unbind()
         self._numbers = torch.arange(slots + 1, device=device)
         self._tensors = {name: self._input_view(name) for name in inputs}
         self._tensors |= {name: self._zeros(slots + 1, spec) for name, spec in values.items()}
@@ -151,9 +172,9 @@ class Arenas:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def load(self, slot: int, packed: Tensor) -> None:
-        """Copy one packed request into a slot; asynchronous when `packed` is pinned."""
-        self._packed[slot].copy_(packed, non_blocking=True)
+    def load(self, slot: int, packed: PackedRow) -> None:
+        """Copy one packed request into a slot; asynchronous when the row is pinned."""
+        self._packed_rows[slot].copy_(packed.data, non_blocking=True)
 
     def rows(self, names: Sequence[str], slots: Sequence[int], *, view: bool = False) -> dict[str, Tensor]:
         """Return values, [B, ...], of these slots in their order: copies, or with `view` the storage itself where it can be.

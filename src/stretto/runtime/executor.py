@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from stretto.core.errors import StreamClosedError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.desk import Batch, Desk, Fail
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane
@@ -157,22 +159,22 @@ class Executor:
 
     def offer(self, flow: Flow) -> None:
         """Hand a chunk to this device; any thread, which may also launch it."""
-        self._take_in((flow,), self._lanes[flow.placement.lane] if self._callers_launch else None)
+        flow.ready_s = self._clock()  # the device may be busy for a while before it looks at its mail
+        lane = self._lanes[flow.placement.lane] if self._callers_launch else None
+        if not self._post(partial(self._desk.enqueue, flow), lane):
+            self._fail(flow, self._death())
 
     def offer_all(self, flows: Sequence[Flow]) -> None:
         """Hand chunks to this device that may share a batch from the start; any thread."""
-        self._take_in(flows, None)
-
-    def _take_in(self, flows: Sequence[Flow], lane: Lane | None) -> None:
         now_s = self._clock()
         for flow in flows:
-            flow.ready_s = now_s  # the device may be busy for a while before it looks at its mail
+            flow.ready_s = now_s
 
         def enqueue() -> None:
             for flow in flows:
                 self._desk.enqueue(flow)
 
-        if not self._post(enqueue, lane):
+        if not self._post(enqueue):
             for flow in flows:
                 self._fail(flow, self._death())
 
@@ -201,7 +203,7 @@ class Executor:
         if not self._started or not lane.driver.acquire(blocking=False):
             return False
         try:
-            with lane.current():
+            with lane.driving:
                 while self._fault is None and not lane.full:
                     batch = self._choose(lane)
                     if batch is None:
@@ -213,7 +215,7 @@ class Executor:
             lane.driver.release()
         return False
 
-    def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
+    def pack(self, inputs: Mapping[str, np.ndarray]) -> PackedRow:
         """Pack the inputs of a chunk that starts here.
 
         Raises:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.core.plan import Placement
 from stretto.parallel.order import Mark
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.timing import Stamp
 from stretto.runtime.ways import MAIN
 
@@ -40,7 +41,7 @@ class Flow:
     lengths: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
     """Versions of the stream's conditions, frozen when the chunk was admitted."""
-    packed: Tensor | None = None
+    packed: PackedRow | None = None
     """Route inputs of a chunk that starts here."""
     values: Mapping[str, Tensor] | None = None
     """Values that came with a chunk from another device."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,23 +34,24 @@ class Lane:
     ) -> None:
         """Make one; without a stream of its own it uses the device's default stream."""
         self.number, self.device = number, device
+        on_gpu = device.type == "cuda"
+        self.stream = stream if stream is not None or not on_gpu else torch.cuda.default_stream(device)
         self._most = 1 + ahead
         """Launches queued on the device before the host waits for the oldest."""
-        self._clock, self._stream = clock, stream
+        self._clock = clock
         self.driver = threading.Lock()
         """Held by the one thread that gives work to this lane."""
+        self.driving = Current(self)
+        """For whoever holds `driver`."""
         self.waiting: list[Flow] = []
         self.running: Sequence[Flow] = ()
         """The batch that is being handed to the device now."""
         self._backlog = Backlog()
         self._outstanding: deque[Stamp] = deque()
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Be in the state in which a thread gives work to this lane."""
-        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), torch.cuda.device(self.device if self.device.type == "cuda" else -1), stream:
-            yield
+    def current(self) -> Current:
+        """Return a context in which a thread gives work to this lane."""
+        return Current(self)
 
     @property
     def full(self) -> bool:
@@ -82,6 +83,31 @@ class Lane:
         return self._backlog.free_s(self._clock())
 
 
+class Current:
+    """The state in which a thread gives work to a lane: its device and stream, and no gradients. One thread at a time."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._stream = lane.stream
+        self._before: torch.cuda.Stream | None = None
+        self._mode = torch.inference_mode()
+        self._device = torch.cuda.device(lane.device if lane.device.type == "cuda" else -1)
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+        self._device.__enter__()
+        if self._stream is not None:
+            before = torch.cuda.current_stream()
+            self._before = None if before == self._stream else before
+            if self._before is not None:
+                torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._before is not None:
+            torch.cuda.set_stream(self._before)
+        self._device.__exit__(*error)
+        self._mode.__exit__(*error)
+
+
 class Touched:
     """Which lane touched each chunk slot last, and where in its work that was."""
 
@@ -98,9 +124,10 @@ class Touched:
         last = self._last.get(slot)
         return last is None or last[0] is lane or last[1].reached()
 
-    def hold(self, lane: Lane, slots: Sequence[int]) -> None:
-        """Let a lane, which is current, wait on the device for what others leave in these slots."""
+    def hold(self, lane: Lane, flows: Sequence[Flow]) -> None:
+        """Let a lane, which is current, wait on the device for what others leave in the slots of these chunks."""
         if self._several:
-            ends = {id(last[1]): last[1] for s in slots if (last := self._last.get(s)) is not None and last[0] is not lane}
+            lasts = [last for f in flows if (last := self._last.get(f.slot)) is not None]
+            ends = {id(end): end for other, end in lasts if other is not lane}
             for end in ends.values():
                 end.hold()

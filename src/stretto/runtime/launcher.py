@@ -42,12 +42,14 @@ class Launcher:
 
     def launch(self, lane: Lane, batch: Batch) -> None:
         """Run a batch that the desk has chosen, and move its chunks on."""
-        flows, device = batch.flows, self._arenas.device
+        flows, device, stream = batch.flows, self._arenas.device, lane.stream
         self._bring(lane, flows)
-        lengths = {axis: max(f.lengths[axis] for f in flows) for axis in flows[0].lengths}
-        begin = Stamp(device)
+        lengths = flows[0].lengths
+        if len(flows) > 1:
+            lengths = {axis: max(f.lengths[axis] for f in flows) for axis in lengths}
+        begin = Stamp(device, stream)
         ran = batch.entry.program.launch(batch.members, lengths)
-        end = Stamp(device)
+        end = Stamp(device, stream)
         lane.gave(end, batch.seconds)
         name = "+".join(dict.fromkeys(batch.entry.stages))
         for flow in flows:
@@ -65,7 +67,7 @@ class Launcher:
 
     def _bring(self, lane: Lane, flows: Sequence[Flow]) -> None:
         """Put the values of chunks that are new here into their slots, after whatever else used these last."""
-        self._desk.touched.hold(lane, [f.slot for f in flows])
+        self._desk.touched.hold(lane, flows)
         for flow in flows:
             if flow.packed is not None:
                 self._arenas.load(flow.slot, flow.packed)
@@ -88,7 +90,7 @@ class Launcher:
             # The copy to the host is ahead of whatever comes into these slots next.
             self._depart(flows, rows)
         with self._turn:
-            self._desk.touched.note(lane, slots, Stamp(self._arenas.device))
+            self._desk.touched.note(lane, slots, Stamp(self._arenas.device, lane.stream))
             self._desk.left(flows)
         if not self._to_host(flows):
             self._depart(flows, rows)  # the next device owns the chunks from here on

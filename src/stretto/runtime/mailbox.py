@@ -11,7 +11,8 @@ class Mailbox:
     """Actions in order, a bell, and the ways to stop."""
 
     def __init__(self) -> None:
-        self._wake = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
         self._mail: deque[Callable[[], None]] = deque()
         self.news = 0
         """Grows with everything after which a thread that found nothing to do should look again."""
@@ -25,10 +26,11 @@ class Mailbox:
 
     def put(self, action: Callable[[], None]) -> bool:
         """Leave an action without ringing; False if nobody will ever do it."""
-        with self._wake:
-            if not self._shut:
-                self._mail.append(action)
-            return not self._shut
+        with self._lock:
+            if self._shut:
+                return False
+            self._mail.append(action)
+            return True
 
     def hold(self, change: int) -> None:
         with self._wake:

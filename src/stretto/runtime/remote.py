@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from stretto.parallel.peer import GONE
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.flow import Flow
 from stretto.runtime.worker import pack_tensor
 
@@ -19,7 +20,9 @@ from stretto.runtime.worker import pack_tensor
 class RemoteSeat:
     """One device as the engine sees it from its own process."""
 
-    def __init__(self, name: str, pipe: Connection, process: Any, pack: Callable[[Mapping[str, np.ndarray]], Tensor]) -> None:
+    def __init__(
+        self, name: str, pipe: Connection, process: Any, pack: Callable[[Mapping[str, np.ndarray]], PackedRow]
+    ) -> None:
         self.name, self.pipe, self.process, self.pack = name, pipe, process, pack
         self.dead: str | None = None
         self.queue_depth = self.captures = 0
@@ -58,7 +61,7 @@ class RemoteSeat:
 
     def offer(self, flow: Flow) -> None:
         assert flow.packed is not None
-        packed, flow.packed = flow.packed.numpy().tobytes(), None
+        packed, flow.packed = flow.packed.data.numpy().tobytes(), None
         self.tell("offer", flow.header(), packed)
 
     def close(self) -> None:

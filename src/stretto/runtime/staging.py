@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from stretto.runtime.arena import InputLayout
+from stretto.runtime.arena import InputLayout, PackedRow
 from stretto.runtime.timing import Stamp
 
 _READY = 8
@@ -26,14 +25,14 @@ class Staging:
         """Make an empty store of at most `keep` idle rows."""
         self._layout, self._pin = layout, pin
         self._lock, self._keep = threading.Lock(), keep
-        self._idle: deque[tuple[Tensor, Stamp]] = deque(maxlen=keep)
+        self._idle: deque[tuple[PackedRow, Stamp]] = deque(maxlen=keep)
 
     def warm(self, device: torch.device) -> None:
         """Make rows ahead of the first requests."""
         for _ in range(min(_READY, self._keep)):
-            self.give(self._new(), Stamp(device))
+            self.give(self._layout.row(pin=self._pin), Stamp(device))
 
-    def pack(self, inputs: Mapping[str, np.ndarray]) -> Tensor:
+    def pack(self, inputs: Mapping[str, np.ndarray]) -> PackedRow:
         """Pack one request; the row is the caller's until it is given back.
 
         Raises:
@@ -43,19 +42,16 @@ class Staging:
         self._layout.fill(row, inputs)
         return row
 
-    def give(self, row: Tensor, copied: Stamp) -> None:
+    def give(self, row: PackedRow, copied: Stamp) -> None:
         """Let a row be used again once the device has reached the end of its copy."""
         with self._lock:
             self._idle.append((row, copied))
 
-    def _take(self) -> Tensor:
+    def _take(self) -> PackedRow:
         with self._lock:
             # The row used last is still in the processor's cache; the one used first is the most likely to be free.
             if self._idle and self._idle[-1][1].reached():
                 return self._idle.pop()[0]
             if self._idle and self._idle[0][1].reached():
                 return self._idle.popleft()[0]
-        return self._new()
-
-    def _new(self) -> Tensor:
-        return torch.empty(self._layout.row_bytes, dtype=torch.uint8, pin_memory=self._pin)
+        return self._layout.row(pin=self._pin)

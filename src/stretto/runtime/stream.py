@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ class Stream:
     lost: str = ""
     """Why the stream ended before it was closed."""
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    _before: Counter[str] = field(default_factory=Counter)
+    _before: dict[str, int] = field(default_factory=dict)
+    _serial: int = 0
     in_flight: int = 0
     """Chunks between admission and completion; kept by the engine, under its lock."""
     held: deque[Flow] = field(default_factory=deque)
@@ -85,7 +86,7 @@ class Stream:
                 self.id,
                 self.submitted if chunk is None else chunk,
                 placements,
-                serial=self._before.total(),
+                serial=self._serial,
                 stream_class=self.stream_class,
                 route=route,
                 before=dict(self._before),
@@ -96,7 +97,8 @@ class Stream:
                 versions=dict(self.versions),
             )
             future = self.engine._submit(self, flow, inputs)
-            self._before[route] += 1
+            self._before[route] = self._before.get(route, 0) + 1
+            self._serial += 1
             self.submitted = max(self.submitted, flow.chunk + 1)
         return future
 

@@ -10,12 +10,15 @@ import torch
 class Stamp:
     """A point in the device's queue of work, recorded now."""
 
-    def __init__(self, device: torch.device) -> None:
+    __slots__ = ("_event", "_host_s")
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Record one on a stream, the current one by default."""
         self._host_s = time.perf_counter()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(stream)
 
     def wait(self) -> None:
         """Block the calling thread until the device has reached this point."""

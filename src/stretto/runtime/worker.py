@@ -29,7 +29,7 @@ from stretto.parallel.link import Link, LinkError, Values
 from stretto.parallel.order import Mark
 from stretto.parallel.pages import PageLayout
 from stretto.parallel.peer import GONE, PeerInbox, PeerOutbox
-from stretto.runtime.arena import torch_dtype
+from stretto.runtime.arena import PackedRow, torch_dtype
 from stretto.runtime.executor import Executor
 from stretto.runtime.flow import Flow, flow_of
 from stretto.runtime.layout import Streams
@@ -219,9 +219,8 @@ class Worker:
 
     def _do_offer(self, header: Mapping[str, Any], packed: bytes) -> None:
         flow = flow_of(header, self.task.ways.placements)
-        flow.packed = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        if torch.device(self.task.device if self.task.device.startswith("cuda") else "cpu").type == "cuda":
-            flow.packed = flow.packed.pin_memory()
+        data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        flow.packed = PackedRow(data.pin_memory() if self.task.device.startswith("cuda") else data)
         self.gate.offer_all((flow,))
 
     def _receive(self, header: Any, values: Values, there: Mark) -> None:
