@@ -12,6 +12,7 @@ the fastest of each shape in a table that the runtime reads (STRETTO_KERNEL_TABL
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -32,7 +33,7 @@ from stretto.layers.kernels import chunk_attention as chosen
 from stretto.layers.kernels import level_norm
 from stretto.layers.kernels.language import block_of
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
-from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables
+from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables, tuned
 from stretto.models.wan_config import SPECS
 
 WINDOW = 21
@@ -118,6 +119,24 @@ def ways(shape: chosen.Shape, extras: bool, with_flex: bool) -> Iterator[tuple[s
         yield "flex", None, flex
 
 
+def quick_rows(
+    label: str, shape: chosen.Shape, device: torch.device, pause_s: float = 0.12
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Time what the table has and the kernel for Hopper in its variants, each after a pause."""
+    rows_choice = tuned("chunk_attention", shape, torch.bfloat16, device)
+    now = chosen.Choice(**(rows_choice or chosen.by_rule(shape, chosen.H200_PROCESSORS)._asdict()))  # type: ignore[arg-type]
+    splits = chosen.by_blocks(shape)
+    listed = [now, *(chosen.Choice("hopper", z, 128, 128, 4, 2) for z in splits[:2])]
+    listed.append(chosen.Choice("hopper", splits[0], 128, 64, 4, 4))
+    case, tensors, places = inputs_of(label, shape, device)
+    for choice in listed:
+        name = " ".join(str(part) for part in choice)
+        if device.type == "cuda":
+            time.sleep(pause_s)
+        run = functools.partial(chosen.chunk_attention, *tensors, places, choice)
+        yield measure(name, run, case, tensors), choice._asdict()
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -140,9 +159,9 @@ def measure(name: str, run: Callable[[], Tensor], case: dict[str, Any], tensors:
     return row
 
 
-def attention_rows(
-    label: str, shape: chosen.Shape, device: torch.device, extras: bool, with_flex: bool
-) -> Iterator[tuple[dict[str, Any], Any]]:
+def inputs_of(
+    label: str, shape: chosen.Shape, device: torch.device
+) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor], chosen.Places]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     generator = torch.Generator(device=device).manual_seed(1)
 
@@ -154,7 +173,13 @@ def attention_rows(
     slots_B = torch.arange(1, shape.rows + 1, device=device)
     places = chosen.Places(tuple(slots_B.tolist()), (shape.keys,) * shape.rows, slots_B, torch.full_like(slots_B, shape.keys))
     gflop = 4 * shape.rows * shape.queries * shape.keys * shape.heads * shape.head_dim / 1e9
-    case = {"case": label, **shape._asdict(), "gflop": round(gflop, 2)}
+    return {"case": label, **shape._asdict(), "gflop": round(gflop, 2)}, (q, k, v), places
+
+
+def attention_rows(
+    label: str, shape: chosen.Shape, device: torch.device, extras: bool, with_flex: bool
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    case, (q, k, v), places = inputs_of(label, shape, device)
     for name, choice, way in ways(shape, extras, with_flex):
         yield measure(name, lambda way=way: way(q, k, v, places), case, (q, k, v)), choice
 
@@ -248,6 +273,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--budget-seconds", type=float, default=60.0)
     parser.add_argument("--flex", action="store_true", help="also FlexAttention at the first shape; it is compiled first")
+    parser.add_argument("--quick", action="store_true", help="over rings only what the table has and the kernel for Hopper")
     parser.add_argument("--small", action="store_true", help="a tiny shape, to try the script itself on any device")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -257,6 +283,15 @@ def main() -> None:
         for at, (label, shape) in enumerate(shapes(args.small)):
             if time.monotonic() > until:
                 kept.add({"case": label, "not_run": "out of time"})
+                continue
+            if args.quick:
+                if shape.keys == 512:
+                    continue
+                timed = []
+                for row, choice in quick_rows(label, shape, device):
+                    kept.add(row)
+                    timed.append((row, choice))
+                kept.choose("chunk_attention", shape, timed, chosen.by_rule(shape, chosen.H200_PROCESSORS)._asdict())
                 continue
             timed = []
             for row, choice in attention_rows(label, shape, device, at < 6 and at % 2 == 0 and not args.small, args.flex):

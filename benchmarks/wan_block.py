@@ -37,6 +37,8 @@ from wan_rows import VISITS, WINDOW, LocalRows, bind, block_gflop, captured, flo
 from wan_stock import CHUNK, sized, stock_of
 
 from stretto.deploy.provenance import provenance
+from stretto.layers.kernels import chunk_attention as chosen
+from stretto.layers.kernels.chunk_attention import Shape
 from stretto.models import wan_vae
 from stretto.models.wan import WanModel, build
 from stretto.models.wan_config import SPECS, WanConfig
@@ -76,6 +78,13 @@ def block_row(model: WanModel, rows_count: int, timing: Timing, stock: bool) -> 
     row: dict[str, Any] = {"gflop": round(gflop, 1), **floors(model, "block.0", rows_count), "visits": VISITS}
     row["target_ms"] = TARGET_MS.get((config.name, config.frames_per_chunk)) if rows_count == 1 else None
     runs = {"ours": timing.graph(bind(model, "block.0", rows, VISITS))}
+    rule, shape = chosen.choose, Shape(rows_count, rows.get("h").shape[1], WINDOW * config.tokens_per_frame, config.heads, 128)
+    if rule(shape, rows.get("h")).method == "hopper":
+        chosen.choose = lambda shape, q: chosen.by_rule(shape, chosen.H200_PROCESSORS)
+        try:
+            runs["cudnn attention"] = timing.graph(bind(model, "block.0", rows, VISITS))
+        finally:
+            chosen.choose = rule
     if stock and rows_count == 1:
         try:
             run, once = stock_of(model, rows, compiled=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels import ring_hopper
 from stretto.layers.kernels.chunk_attention import (
     MAX_SPLITS,
     Choice,
@@ -13,6 +14,7 @@ from stretto.layers.kernels.chunk_attention import (
     Shape,
     _per_split,
     _shares,
+    by_blocks,
     by_waves,
     candidates,
     chunk_attention,
@@ -84,6 +86,32 @@ def test_every_way_to_attend_gives_what_torch_gives(choice: Choice | None, rows:
     want = chunk_attention(q, k, v, places, Choice("sdpa"))
     torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-3)
     assert torch.equal(got, chunk_attention(q, k, v, places, choice))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "slots"), [(1, (2,)), (2, (3, 1))])
+@pytest.mark.parametrize(
+    "choice", [Choice("hopper", 1, 128, 128, 4, 2), Choice("hopper", 3, 128, 128, 4, 2), Choice("hopper", 2, 128, 64, 4, 4)]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(200, 1560), (1560, 1024), (64, 1432)])
+def test_the_kernel_for_hopper_gives_what_torch_gives(
+    choice: Choice, rows: int, slots: tuple[int, ...], queries: int, keys: int
+) -> None:
+    q, k, v = normal(rows, queries, 3, 128, seed=0), normal(4, keys, 3, 128, seed=1), normal(4, keys, 3, 128, seed=2)
+    if not ring_hopper.takes(q, k, v):
+        pytest.skip("not a Hopper GPU with Gluon")
+    slots_B = torch.tensor(slots, device="cuda")
+    places = Places(slots, (keys,) * rows, slots_B, torch.full_like(slots_B, keys))
+    got = chunk_attention(q, k, v, places, choice)
+    want = chunk_attention(q, k, v, places, Choice("sdpa"))
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-3)
+    assert torch.equal(got, chunk_attention(q, k, v, places, choice))
+
+
+def test_splits_for_hopper_need_not_divide_the_keys() -> None:
+    assert by_blocks(ONE_FRAME_14B)[0] == 1
+    assert by_blocks(ONE_FRAME_13B)[0] > 1
+    assert max(by_blocks(Shape(1, 64, 1560, 2, 128))) <= 3  # never less than four blocks of keys each
 
 
 @pytest.mark.gpu

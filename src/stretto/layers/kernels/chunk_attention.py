@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from stretto.layers.kernels import ring_hopper
 from stretto.layers.kernels.language import cdiv, multiprocessors
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
-Method = Literal["sdpa", "cudnn", "triton"]
+Method = Literal["sdpa", "cudnn", "triton", "hopper"]
 
 CUDA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -59,7 +60,10 @@ class Shape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`sdpa` leaves the kernel to torch; `cudnn` runs its kernel over splits; `triton` is our own."""
+    """`sdpa` leaves the kernel to torch; `cudnn` runs its kernel over splits; `triton` and `hopper` are our own.
+
+    `hopper` attends to full slots only; while one is filling torch's own runs.
+    """
 
     method: Method
     splits: int = 1
@@ -79,9 +83,11 @@ def chunk_attention(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, places: Plac
     """
     rows, queries, heads, head_dim = q_BNHd.shape
     made = choice or choose(Shape(rows, queries, max(places.tokens), heads, head_dim), q_BNHd)
+    cut = RingTiling(made.splits, made.block_m, made.block_n, made.warps, made.stages)
     if made.method == "triton":
-        cut = RingTiling(made.splits, made.block_m, made.block_n, made.warps, made.stages)
         return ring_attention(q_BNHd, k_SPHd, v_SPHd, places.slots_B, places.tokens_B, cut)
+    if made.method == "hopper" and places.tokens == (k_SPHd.shape[1],) * rows and ring_hopper.takes(q_BNHd, k_SPHd, v_SPHd):
+        return ring_hopper.ring_hopper(q_BNHd, k_SPHd, v_SPHd, places.slots_B, cut)
     parts = []
     pieces = runs(places.slots, places.tokens)
     for first, count in pieces:
@@ -146,7 +152,7 @@ def choose(shape: Shape, q: Tensor) -> Choice:
     if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
         return SDPA
     measured = tuned("chunk_attention", shape, q.dtype, q.device)
-    if measured is not None:
+    if measured is not None and (measured["method"] != "hopper" or ring_hopper.runs_on(q.device.type, q.device.index)):
         return Choice(**measured)  # type: ignore[arg-type]
     return by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
 
@@ -167,6 +173,17 @@ def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
 
     counts = [z for z in range(1, MAX_SPLITS + 1) if shape.keys % z == 0 and (z == 1 or shape.keys // z >= 4 * TILE)]
     return sorted(counts, key=lambda splits: (cost_us(splits), splits))
+
+
+def by_blocks(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
+    """Return how many splits `hopper` is to make, best first by a model of waves; splits need not be even there."""
+    tiles, blocks = shape.rows * shape.heads * cdiv(shape.queries, TILE), cdiv(shape.keys, TILE)
+
+    def cost(splits: int) -> float:
+        joined = 0.0 if splits == 1 else 0.01 * blocks * (1 + 0.1 * splits)
+        return cdiv(tiles * splits, processors) * (cdiv(blocks, splits) + 2) + joined
+
+    return sorted(range(1, min(MAX_SPLITS, blocks // 4) + 1), key=lambda splits: (cost(splits), splits))
 
 
 @functools.cache
@@ -205,6 +222,8 @@ def candidates(key: Key) -> list[Config]:
     counts = by_waves(shape)
     choices = [SDPA, *(Choice("cudnn", splits) for splits in counts[:5] if splits > 1)]
     choices += [Choice("triton", splits, TILE, 64, 8, 3) for splits in counts[:2]]
+    if shape.head_dim == ring_hopper.HEAD_DIM and shape.keys >= 8 * TILE:
+        choices += [Choice("hopper", splits, TILE, TILE, 4, 2) for splits in by_blocks(shape)[:2]]
     if shape.keys < 8 * TILE:  # too short for a full pipeline: small tiles, several at once
         choices += [Choice("triton", 1, 64, 64, 4, 2), Choice("triton", 1, 64, 64, 4, 3), Choice("triton", 1, TILE, 64, 8, 2)]
     return [cast(Config, choice._asdict()) for choice in choices]
@@ -227,7 +246,7 @@ def _run(choice: Config | None, q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, 
 
 
 FIELDS: dict[str, tuple[int | str, ...]] = {
-    "method": ("sdpa", "cudnn", "triton"),
+    "method": ("sdpa", "cudnn", "triton", "hopper"),
     "splits": tuple(range(1, MAX_SPLITS + 1)),
     "block_m": (64, TILE),
     "block_n": (64, TILE),
