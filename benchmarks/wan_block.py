@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -201,8 +202,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=300.0)
     parser.add_argument("--decoders", nargs="*", default=[], help="models whose decoders are timed too")
     parser.add_argument("--ways", nargs="*", default=["contiguous", "channels_last"], choices=["contiguous", "channels_last"])
+    parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
-    return parser.parse_args()
+    args = parser.parse_args()
+    use_table(args.table)
+    return args
+
+
+def use_table(path: Path | None) -> None:
+    if path is not None and path.is_file():
+        os.environ["STRETTO_KERNEL_TABLE"] = str(path)
 
 
 def compile_ahead(names: Sequence[str], frames: int) -> None:

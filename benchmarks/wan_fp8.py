@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wan_block import TINY, Timing, relative
+from wan_block import TINY, Timing, relative, use_table
 from wan_clock import PAUSE_S, Sensors, per_visit, rested, sustained
 from wan_rows import VISITS, WINDOW, LocalRows, bind
 from wan_stock import CHUNK, sized
@@ -155,8 +155,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--sustained", type=float, default=0.9)
     parser.add_argument("--budget-seconds", type=float, default=60.0)
+    parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
     args = parser.parse_args()
+    use_table(args.table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = {**provenance(device), "pause_s": PAUSE_S, "sustained_s": args.sustained}
     rows, until = list[dict[str, Any]](), time.monotonic() + args.budget_seconds
