@@ -59,11 +59,20 @@ struct Copy {
     uint64_t due;
 };
 
+struct Fetch {
+    char* to;
+    const char* from;
+    bool there;
+};
+
 struct Fiber {
     void* stack_pointer;
     int cta, thread;
     bool done = false;
     const char* waits = nullptr;
+    uint64_t cluster_round = 0;
+    std::vector<std::vector<Fetch>> fetches;
+    std::vector<Fetch> fetched;
 };
 
 constexpr size_t STACK = 32 * 1024;
@@ -71,7 +80,7 @@ constexpr size_t STACK = 32 * 1024;
 struct Grid {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::vector<Meeting> all, consumers;
+    std::vector<Meeting> all, consumers, clusters;
     std::vector<std::vector<char>> shared;
     std::vector<Copy> copies;
     std::vector<uint64_t> asleep;
@@ -79,7 +88,7 @@ struct Grid {
     std::string fault;
     void* scheduler;
     Fiber* now;
-    int threads;
+    int threads, cluster;
     uint64_t passes = 0, progress = 0, moves = 0, random = 88172645463325252ull;
 
     uint64_t next_random() {
@@ -87,6 +96,7 @@ struct Grid {
         return random;
     }
     Warp& warp() { return warps[now->cta * (threads / 32) + now->thread / 32]; }
+    char* base(int cta) { return shared[cta].data() + (-(uintptr_t)shared[cta].data() & 1023); }
 };
 inline Grid* grid = nullptr;
 
@@ -94,7 +104,7 @@ inline void yield() { stretto_switch(&grid->now->stack_pointer, grid->scheduler)
 inline void moved() { grid->progress = grid->passes, ++grid->moves; }
 
 inline void enter() {
-    grid->kernel(grid->shared[grid->now->cta].data() + (-(uintptr_t)grid->shared[grid->now->cta].data() & 127));
+    grid->kernel(grid->base(grid->now->cta));
     grid->now->done = true;
     moved();
     yield();
@@ -177,16 +187,16 @@ inline std::string whereabouts() {
 }
 
 template <class Kernel>
-const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel) {
+const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel, int cluster = 1) {
     static std::string fault;
     auto made = std::make_unique<Grid>();
     grid = made.get();
     states().clear();
-    grid->threads = threads, grid->kernel = kernel;
+    grid->threads = threads, grid->kernel = kernel, grid->cluster = cluster;
     grid->fibers.resize(ctas * threads), grid->warps.resize(ctas * threads / 32);
-    grid->all.resize(ctas), grid->consumers.resize(ctas), grid->asleep.resize(ctas);
+    grid->all.resize(ctas), grid->consumers.resize(ctas), grid->asleep.resize(ctas), grid->clusters.resize(ctas / cluster);
     // Bits that are no number: nobody may depend on what shared memory holds at first.
-    grid->shared.assign(ctas, std::vector<char>(shared_bytes + 128, char(0xff)));
+    grid->shared.assign(ctas, std::vector<char>(shared_bytes + 1024, char(0xff)));
     const size_t bytes = grid->fibers.size() * STACK;
     char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) return "no memory for stacks";
@@ -392,6 +402,116 @@ inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
 }
 inline void before_copies() {}
 inline void pause() { host::yield(); }
+
+// Launches of a chain run one after the other.
+inline void let_next_start() {}
+inline void await_previous() {}
+inline void ask_for(const void* from, uint32_t bytes) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) host::fail("what is asked for is not aligned");
+}
+
+// Nothing of a copy by threads is there before it is awaited.
+inline void fetch16(void* to, const void* from, bool there) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16) host::fail("a copied piece is not aligned");
+    host::grid->now->fetched.push_back({static_cast<char*>(to), static_cast<const char*>(from), there});
+}
+inline void end_fetches() {
+    host::grid->now->fetches.push_back(std::move(host::grid->now->fetched));
+    host::grid->now->fetched.clear();
+}
+template <int LATER>
+void await_fetches() {
+    auto& groups = host::grid->now->fetches;
+    while (groups.size() > LATER) {
+        for (const host::Fetch& f : groups.front())
+            if (f.there) std::memcpy(f.to, f.from, 16);
+            else std::memset(f.to, 0, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+using Remote = char*;
+inline int rank_in_cluster() { return block_id() % host::grid->cluster; }
+inline void cluster_arrive() {
+    host::Meeting& m = host::grid->clusters[block_id() / host::grid->cluster];
+    host::grid->now->cluster_round = m.round;
+    if (++m.arrived == host::grid->threads * host::grid->cluster) {
+        m.arrived = 0, ++m.round;
+        host::moved();
+    }
+}
+inline void cluster_wait() {
+    host::grid->now->waits = "its cluster";
+    while (host::grid->clusters[block_id() / host::grid->cluster].round == host::grid->now->cluster_round) host::yield();
+    host::grid->now->waits = nullptr;
+}
+inline Remote at_rank(const void* p, int rank) {
+    const int64_t at = static_cast<const char*>(p) - host::grid->base(block_id());
+    return host::grid->base(block_id() / host::grid->cluster * host::grid->cluster + rank) + at;
+}
+inline void came(Remote barrier, int bytes) {
+    host::State& s = host::state_of(reinterpret_cast<uint64_t*>(barrier));
+    s.bytes -= bytes;
+    host::settle(s);
+}
+inline void send4(Remote to, Remote barrier, float a, float b, float c, float d) {
+    if (reinterpret_cast<uintptr_t>(to) % 16) host::fail("what is sent is not aligned");
+    *reinterpret_cast<float4*>(to) = {a, b, c, d};
+    came(barrier, 16);
+}
+inline void send2(Remote to, Remote barrier, float a, float b) {
+    *reinterpret_cast<float2*>(to) = {a, b};
+    came(barrier, 8);
+}
+inline float from_lane(float x, int lane) {
+    uint32_t in[2], out;
+    std::memcpy(in, &x, 4);
+    in[1] = uint32_t(lane);
+    host::together("shuffle", in, 2, &out, 1, [](host::Warp& w) {
+        for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[w.in[l][1]][0];
+    });
+    std::memcpy(&x, &out, 4);
+    return x;
+}
+
+// A number of a tile: `at` bytes into 128-byte rows, whose 16-byte pieces are swapped.
+inline float in_tile(const void* tile, int row, int bytes) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(tile) + row * 128 + bytes;
+    return host::of_bf16(*reinterpret_cast<const uint16_t*>(at ^ (at >> 7 & 7) << 4));
+}
+inline void before_products() {}
+inline void products_begin() {}
+inline void products_end() {}
+template <int N>
+void multiply_tiles(float* c, const void* a, const void* b, bool add) {
+    const int lane = thread_id() % 32, warp = thread_id() / 32 % 4;
+    float rows[2][16];
+    for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < 16; ++k) rows[i][k] = in_tile(a, warp * 16 + lane / 4 + i * 8, k * 2);
+    for (int n = 0; n < N / 8; ++n)
+        for (int i = 0; i < 4; ++i) {
+            float sum = add ? c[4 * n + i] : 0.0f;
+            for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * in_tile(b, n * 8 + lane % 4 * 2 + i % 2, k * 2);
+            c[4 * n + i] = sum;
+        }
+}
+inline void multiply_56(float (&c)[28], const void* a, const void* b, bool add) { multiply_tiles<56>(c, a, b, add); }
+inline void multiply_128(float (&c)[64], const void* a, const void* b, bool add) { multiply_tiles<128>(c, a, b, add); }
+inline void multiply_rows(float (&c)[32], const uint32_t (&a)[4], const void* b, bool add) {
+    float rows[2][16];
+    // Each lane's part of the left factor goes to the lanes of its quad.
+    for (int from = 0; from < 4; ++from)
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t both = bits_of(from_lane(as_float(a[i]), thread_id() % 32 / 4 * 4 + from));
+            for (int h = 0; h < 2; ++h) rows[i % 2][i / 2 * 8 + from * 2 + h] = host::of_bf16(both >> 16 * h & 0xffff);
+        }
+    for (int n = 0; n < 8; ++n)
+        for (int i = 0; i < 4; ++i) {
+            float sum = add ? c[4 * n + i] : 0.0f;
+            for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * in_tile(b, k, (n * 8 + thread_id() % 4 * 2 + i % 2) * 2);
+            c[4 * n + i] = sum;
+        }
+}
 
 template <class Ask, class Absent>
 void until_there(Ask ask, Absent absent) {

@@ -24,6 +24,11 @@ ON_DEVICE int thread_id_anew() {
 ON_DEVICE uint32_t hidden_zero() { return uint32_t(thread_id_anew()) >> 16; }
 ON_DEVICE int block_id() { return int(blockIdx.x); }
 ON_DEVICE long long ticks() { return clock64(); }
+ON_DEVICE long long nanoseconds() {
+    long long t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 // A message costs registers, so only a build for the search of a fault has it.
@@ -120,7 +125,7 @@ ON_DEVICE void barrier_init(Barrier* b, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(b)), "r"(arrivals) : "memory");
 }
 ON_DEVICE void barriers_ready() {
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
 }
 ON_DEVICE void barrier_arrive(Barrier* b) {
     asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(shared_at(b)) : "memory");
@@ -150,6 +155,83 @@ ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) 
 ON_DEVICE void before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 ON_DEVICE void pause() {}
+
+// A chain of launches: the next one may start while this one runs, and waits until this one is complete.
+ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+ON_DEVICE void ask_for(const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Copies of 16 bytes by threads; zeros where there is nothing to copy. They are awaited in the groups that they end in.
+ON_DEVICE void fetch16(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_at(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+ON_DEVICE void end_fetches() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LATER>
+ON_DEVICE void await_fetches() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+
+// CTAs of a cluster write to each other's shared memory.
+ON_DEVICE int rank_in_cluster() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return int(rank);
+}
+// Hands nothing over but that this thread has come so far.
+ON_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+ON_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+using Remote = uint32_t;
+ON_DEVICE Remote at_rank(const void* p, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_at(p)), "r"(rank));
+    return there;
+}
+// What is sent is counted by a barrier of the CTA that gets it.
+ON_DEVICE void send4(Remote to, Remote barrier, float a, float b, float c, float d) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2,%3,%4,%5}, [%1];"
+                 ::"r"(to), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+ON_DEVICE void send2(Remote to, Remote barrier, float a, float b) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2,%3}, [%1];"
+                 ::"r"(to), "r"(barrier), "f"(a), "f"(b) : "memory");
+}
+ON_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+// Products of a warp group, asynchronous. Factors in shared memory have rows of 128 bytes whose 16-byte pieces are swapped by
+// the row's number in a group of eight; groups are 1024 bytes apart, and the first lies at a multiple of 1024.
+ON_DEVICE uint64_t tile_at(const void* p) { return uint64_t(shared_at(p) >> 4) | 64ull << 16 | 64ull << 32 | 1ull << 62; }
+// Between what threads wrote to shared memory and a product that reads it.
+ON_DEVICE void before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+ON_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+ON_DEVICE void products_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// c (+)= A B^T for rows of 16 columns: 64 rows of A, 56 of B. Lane (g, t) of warp w has c[4 n + i] of row 16 w + g + i / 2 * 8
+// and of row 8 n + 2 t + i % 2 of B.
+ON_DEVICE void multiply_56(float (&c)[28], const void* a, const void* b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %30, 0; wgmma.mma_async.sync.aligned.m64n56k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27"
+                 "}, %28, %29, p, 1, 1, 0, 0; }"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27])
+                 : "l"(tile_at(a)), "l"(tile_at(b)), "r"(int(add)));
+}
+// The same for 128 rows of B.
+ON_DEVICE void multiply_128(float (&c)[64], const void* a, const void* b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+                 "}, %64, %65, p, 1, 1, 0, 0; }"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
+                 : "l"(tile_at(a)), "l"(tile_at(b)), "r"(int(add)));
+}
+// c (+)= A B for A in registers, as lanes have what an earlier product left; B has 16 rows of 64 columns.
+ON_DEVICE void multiply_rows(float (&c)[32], const uint32_t (&a)[4], const void* b, bool add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1; }"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile_at(b)), "r"(int(add)));
+}
 
 // Repeat `ask` until `absent` says that all is there. Code is dear here: a CTA runs most of it once a layer, and what does not
 // stay in the instruction cache costs more than what it does. So loops are loops, and nothing is there twice.

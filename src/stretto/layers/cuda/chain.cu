@@ -1,0 +1,211 @@
+// The launches of the expert's layers behind one plain C function.
+#ifndef STRETTO_ON_HOST
+#include "device.cuh"
+#endif
+#include "chain_attention.cuh"
+
+#include <cstring>
+
+namespace {
+
+using namespace chain;
+
+// Memory between launches, in bytes; every part begins at a multiple of 1024.
+constexpr int64_t X_AT = 0, MIDDLE_AT = X_AT + WIDTH / 64 * CHUNK_BYTES, ATTENDED_AT = MIDDLE_AT + WIDTH / 64 * CHUNK_BYTES;
+constexpr int64_t HIDDEN_AT = ATTENDED_AT + INNER / 64 * CHUNK_BYTES, Q_MEMORY_AT = HIDDEN_AT + MLP / 64 * CHUNK_BYTES;
+constexpr int64_t K_MEMORY_AT = Q_MEMORY_AT + TOKEN_TILES * HEAD_CHUNKS * QUERY_CHUNK, V_MEMORY_AT = K_MEMORY_AT + ROWS * HEAD * 2;
+constexpr int64_t RESIDUAL_AT = V_MEMORY_AT + ROWS * HEAD * 2, SQUARES_AT = RESIDUAL_AT + ROWS * WIDTH * 4;
+constexpr int64_t MIDDLE_SQUARES_AT = SQUARES_AT + 4096, MEMORY_BYTES = MIDDLE_SQUARES_AT + 4096;
+static_assert(ROWS * TILES * 4 <= 4096);
+constexpr int KINDS = 5, CTAS[KINDS] = {QKV / 64 * QkvShape::CUTS, TOKEN_TILES * 2 * KEY_CUTS, TILES * OutShape::CUTS,
+                                        MLP / 32 / GateUpShape::BLOCKS * GateUpShape::CUTS, TILES * DownShape::CUTS};
+constexpr int MOST_CTAS = 160;
+
+struct Layer {
+    const bf16 *qkv, *out, *gate_up, *down;
+};
+
+struct Call {
+    int64_t depth, launches, tokens, prefix, square_parts;
+    const bf16 *k, *v;
+    int64_t slot_step, layer_step, token_step;
+    const int64_t* slot;
+    const uint8_t* mask;
+    const int32_t *length, *start;
+    const float* table;
+    int64_t line_step, norm_step;
+    const int64_t* line;
+    const float *residual, *squares;
+    const bf16* scaled;
+    float *residual_out, *scaled_out, *squares_out;
+    char* memory;
+    long long* stamps;
+    int64_t ahead;
+    Layer layers[MAX_LAYERS];
+};
+
+Ahead ahead_of(const void* from, int64_t bytes, int kind, int64_t wanted) {
+    const int threads = CTAS[kind] * (kind == 3 ? GateUpShape::THREADS : GROUP);
+    return {static_cast<const char*>(from), wanted ? int(bytes) : 0, int(bytes / threads + 15) / 16 * 16};
+}
+
+}  // namespace
+
+#ifndef STRETTO_ON_HOST
+#define LAUNCHED(name, bounds, Given, body) \
+    KERNEL __launch_bounds__(bounds) name(const __grid_constant__ Given a) { \
+        extern __shared__ __align__(1024) char shared[]; \
+        body; \
+    }
+LAUNCHED(stretto_chain_qkv, QkvShape::THREADS, Qkv, qkv(a, shared))
+LAUNCHED(stretto_chain_attention, GROUP, Attention, attend(a, shared))
+LAUNCHED(stretto_chain_out, OutShape::THREADS, Add, add<OutShape>(a, shared))
+LAUNCHED(stretto_chain_gate_up, GateUpShape::THREADS, GateUp, gate_up(a, shared))
+LAUNCHED(stretto_chain_down, DownShape::THREADS, Add, add<DownShape>(a, shared))
+
+namespace {
+
+cudaError_t prepare(const void* kernel, int bytes) {
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+#ifdef STRETTO_OWN_SPLIT
+    return e;
+#endif
+    // All take the same split of the cache, or a multiprocessor would have to be empty before the next one may start there.
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return e;
+}
+
+struct Queue {
+    cudaStream_t stream;
+    cudaError_t error = cudaSuccess;
+
+    template <class Given>
+    void launch(void (*kernel)(Given), int ctas, int cluster, int threads, int bytes, const Given& given) {
+        if (error != cudaSuccess) return;
+        cudaLaunchAttribute with[2];
+        with[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+#ifdef STRETTO_APART
+        with[0].val.programmaticStreamSerializationAllowed = 0;
+#else
+        with[0].val.programmaticStreamSerializationAllowed = 1;
+#endif
+        with[1].id = cudaLaunchAttributeClusterDimension;
+        with[1].val.clusterDim.x = unsigned(cluster), with[1].val.clusterDim.y = 1, with[1].val.clusterDim.z = 1;
+        cudaLaunchConfig_t how{};
+        how.gridDim = dim3(unsigned(ctas)), how.blockDim = dim3(unsigned(threads)), how.dynamicSmemBytes = size_t(bytes);
+        how.stream = stream, how.attrs = with, how.numAttrs = 2;
+        error = cudaLaunchKernelEx(&how, kernel, given);
+    }
+};
+#define KERNEL_OF(name, body) name
+#else
+struct Queue {
+    const char* error = nullptr;
+
+    template <class Given, class Kernel>
+    void launch(Kernel kernel, int ctas, int cluster, int threads, int bytes, const Given& given) {
+        if (error == nullptr)
+            error = host::launch(ctas, threads, bytes, [&given, kernel](char* shared) { kernel(given, shared); }, cluster);
+    }
+};
+#define KERNEL_OF(name, body) body
+namespace {
+#endif
+
+template <class Q>
+void run(Q& queue, const Call& c, const float* reals) {
+    char* m = c.memory;
+    int launch = 0;
+    const auto common = [&](const float* squares, int64_t parts, Ahead ahead) {
+        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * EVENTS;
+        return Common{int(c.tokens), int(parts), 0.0f, squares, ahead, stamps};
+    };
+    float *squares = reinterpret_cast<float*>(m + SQUARES_AT), *middle_squares = reinterpret_cast<float*>(m + MIDDLE_SQUARES_AT);
+    bf16 *k_fresh = reinterpret_cast<bf16*>(m + K_MEMORY_AT), *v_fresh = reinterpret_cast<bf16*>(m + V_MEMORY_AT);
+    for (int64_t i = 0; i < c.depth; ++i) {
+        const Layer &w = c.layers[i], &next = c.layers[(i + 1) % c.depth];
+        const bool first = i == 0, last = i == c.depth - 1;
+        for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
+            const float eps = reals[1];
+            if (kind == 0) {
+                Qkv a{};
+                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(2) * MLP * WIDTH * 2, kind, c.ahead));
+                a.all.eps = eps, a.weight = w.qkv, a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
+                a.q = m + Q_MEMORY_AT, a.k = k_fresh, a.v = v_fresh, a.start = c.start, a.log2_theta = reals[0];
+                queue.launch(KERNEL_OF(stretto_chain_qkv, qkv), CTAS[kind], QkvShape::CUTS, QkvShape::THREADS, QkvShape::BYTES, a);
+            } else if (kind == 1) {
+                Attention a{};
+                a.all = common(nullptr, 0, ahead_of(w.down, int64_t(WIDTH) * MLP * 2, kind, c.ahead));
+                a.q = m + Q_MEMORY_AT, a.k_fresh = k_fresh, a.v_fresh = v_fresh;
+                a.k = c.k + i * c.layer_step, a.v = c.v + i * c.layer_step, a.slot_step = c.slot_step, a.token_step = c.token_step;
+                a.slot = c.slot, a.mask = c.mask, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
+                const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+                queue.launch(KERNEL_OF(stretto_chain_attention, attend), blocks * 2 * KEY_CUTS, KEY_CUTS, GROUP, ATTENTION_BYTES, a);
+            } else if (kind == 3) {
+                GateUp a{};
+                a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
+                a.all.eps = eps, a.weight = w.gate_up, a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
+                queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[kind], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
+            } else {
+                const bool down = kind == 4;
+                Add a{};
+                a.all = common(nullptr, 0, down ? ahead_of(next.out, int64_t(WIDTH) * INNER * 2, kind, c.ahead) : Ahead{});
+                a.weight = down ? w.down : w.out, a.x = m + (down ? HIDDEN_AT : ATTENDED_AT);
+                a.table = c.table + (2 * i + down) * c.norm_step, a.line_step = c.line_step, a.norm_step = c.norm_step, a.line = c.line;
+                a.given = first && !down ? c.residual : nullptr, a.residual = reinterpret_cast<float*>(m + RESIDUAL_AT);
+                a.scaled = m + (down ? X_AT : MIDDLE_AT), a.squares_out = down ? (last ? c.squares_out : squares) : middle_squares;
+                if (last && down) a.residual_last = c.residual_out, a.scaled_last = c.scaled_out;
+                if (down)
+                    queue.launch(KERNEL_OF(stretto_chain_down, add<DownShape>), CTAS[kind], DownShape::CUTS, DownShape::THREADS, DownShape::BYTES, a);
+                else
+                    queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[kind], OutShape::CUTS, OutShape::THREADS, OutShape::BYTES, a);
+            }
+        }
+    }
+}
+
+// Words in the order in which the caller lists them; each is one pointer or whole number.
+Call read(const int64_t* words) {
+    static_assert(sizeof(Call) == (27 + 4 * MAX_LAYERS) * 8);
+    Call c{};
+    const int64_t depth = words[0];
+    std::memcpy(&c, words, size_t(27 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
+    return c;
+}
+
+}  // namespace
+
+// Both return null, or what went wrong.
+extern "C" const char* stretto_chain_prepare(int device) {
+#ifndef STRETTO_ON_HOST
+    cudaError_t e = cudaSetDevice(device);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_qkv), QkvShape::BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_attention), ATTENTION_BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OutShape::BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_gate_up), GateUpShape::BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_down), DownShape::BYTES);
+    if (e != cudaSuccess) return cudaGetErrorString(e);
+#endif
+    return nullptr;
+}
+
+extern "C" const char* stretto_chain_launch(int device, const int64_t* words, const float* reals, void* stream) {
+    const Call c = read(words);
+#ifndef STRETTO_ON_HOST
+    Queue queue{static_cast<cudaStream_t>(stream)};
+    queue.error = cudaSetDevice(device);
+    run(queue, c, reals);
+    return queue.error == cudaSuccess ? nullptr : cudaGetErrorString(queue.error);
+#else
+    Queue queue;
+    run(queue, c, reals);
+    return queue.error;
+#endif
+}
+
+// Sizes that the caller checks and allocates by.
+extern "C" void stretto_chain_sizes(int64_t* sizes) {
+    const int64_t all[] = {WIDTH, HEADS, HEAD, MLP, MAX_LAYERS, MAX_TOKENS, MAX_PREFIX, TILES, MEMORY_BYTES,
+                           X_AT, MIDDLE_AT, ATTENDED_AT, HIDDEN_AT, Q_MEMORY_AT, K_MEMORY_AT, V_MEMORY_AT, SQUARES_AT, MIDDLE_SQUARES_AT, ROWS, MOST_CTAS};
+    std::memcpy(sizes, all, sizeof all);
+}
