@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,19 +45,28 @@ class Graphs:
 
     def capture_at_rest(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warm up and capture while nothing else runs in this process. Synchronises the device."""
-        device = self.stream.device
+        return self.capture_in_parts([run])[0]
+
+    def capture_in_parts(self, runs: Sequence[Callable[[], None]]) -> tuple[torch.cuda.CUDAGraph, ...]:
+        """Warm up and capture work that is always replayed part after part, each a graph. Synchronises the device.
+
+        What a part leaves for those behind it must stay referenced until the last is captured.
+        """
+        device, graphs = self.stream.device, []
         with _CAPTURING, made_for(self._made_for, device):
             self.stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self.stream):
                 for _ in range(2):
-                    run()
+                    for run in runs:
+                        run()
             torch.cuda.current_stream(device).wait_stream(self.stream)
             torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                run()
+            for run in runs:
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[-1], pool=self.pool, stream=self.stream):
+                    run()
         self.captures += 1
-        return graph
+        return tuple(graphs)
 
     def capture_live(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture what has just run eagerly at the same shapes, while other devices and threads go on.
@@ -78,10 +87,10 @@ class Graphs:
 
 @dataclass(slots=True)
 class Captured:
-    """One graph with its static control tensor."""
+    """Graphs that are replayed one after the other, with their static control tensor."""
 
     control: Tensor
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
     holds: Hashable = None
     """What the control tensor was last filled for."""
 
@@ -90,7 +99,8 @@ class Captured:
         if wanted != self.holds:
             self.control.copy_(control_cpu(), non_blocking=True)
             self.holds = wanted
-        self.graph.replay()
+        for graph in self.graphs:
+            graph.replay()
 
 
 class Recent(Generic[V]):

@@ -93,7 +93,7 @@ class Current:
         self._device = torch.cuda.device(lane.device if lane.device.type == "cuda" else -1)
 
     def __enter__(self) -> None:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._device.__enter__()
         if self._stream is not None:
             before = torch.cuda.current_stream()

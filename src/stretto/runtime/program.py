@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, product
 from math import comb
 from typing import NamedTuple
@@ -83,6 +84,9 @@ class Program:
         self._steps_V = np.asarray([v.step for v in model.route.visits], np.int64)
         self._no_control = torch.zeros(1 + 2 * self.visits, 0, dtype=torch.int64)
         self._by_key: Recent[Captured] = Recent(KEYED_GRAPHS, _IDLE)
+        # A device starts with a graph when all of it has been handed over: a short first one lets it start early.
+        first = 1 if self._stages[-1] is not self._stages[0] else self.visits
+        self._parts = [part for part in (range(first), range(first, self.visits)) if part]
         self._turn = 0
         self._pinned: dict[int, list[Tensor]] = {}
         if mode == "graph" and (arenas.device.type != "cuda" or graphs is None):
@@ -133,7 +137,14 @@ class Program:
 
     def _capture(self, graphs: Graphs, batch: int, lengths: tuple[int, ...]) -> Captured:
         control = torch.zeros(1 + 2 * self.visits, batch, dtype=torch.int64, device=self._arenas.device)
-        return Captured(control, graphs.capture_at_rest(lambda: self._run(self._rows(control, self._named(lengths)))))
+        made: list[BatchRows] = []
+
+        def run(part: range) -> None:
+            if part.start == 0:
+                made[:] = [self._rows(control, self._named(lengths))]  # fresh: nothing of a run before may be baked in
+            self._run(made[0], part)
+
+        return Captured(control, graphs.capture_in_parts([partial(run, part) for part in self._parts]))
 
     def _named(self, lengths: tuple[int, ...]) -> dict[str, int]:
         return {b.axis: n for b, n in zip(self.buckets, lengths, strict=True)}
@@ -153,11 +164,12 @@ class Program:
             lengths=lengths,
         )
 
-    def _run(self, rows: BatchRows) -> None:
-        for visit, stage in enumerate(self._stages):
+    def _run(self, rows: BatchRows, visits: range | None = None) -> None:
+        for visit in visits or range(self.visits):
             rows.enter(visit)
-            stage.run(rows)
-        rows.flush(self._keeps)
+            self._stages[visit].run(rows)
+        if visits is None or visits.stop == self.visits:
+            rows.flush(self._keeps)
 
     def _control(self, members: Sequence[Member], batch: int) -> Tensor:
         host = self._pinned_buffer(batch)
@@ -227,7 +239,7 @@ class Program:
     def _capture_rows(self, graphs: Graphs, members: Sequence[Member], lengths: tuple[int, ...]) -> Captured:
         control = torch.zeros(1 + 2 * self.visits, len(members), dtype=torch.int64, device=self._arenas.device)
         rows = self._rows(control, self._named(lengths), members)  # fresh: what an eager run made must not be baked in
-        return Captured(control, graphs.capture_live(lambda: self._run(rows)))
+        return Captured(control, (graphs.capture_live(partial(self._run, rows)),))
 
     def capture_key(self, members: Sequence[Member]) -> Hashable:
         """Return the key of the graph that serves these members; None if one of their stages gives none."""
