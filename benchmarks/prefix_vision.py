@@ -79,9 +79,9 @@ def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     expert, rows = c.expert, batch * c.suffix_tokens
     packed = expert.heads * expert.head_dim
     yield "linear_geglu", (rows, expert.width, expert.mlp), dtype
-    yield "dense", (rows, expert.mlp, expert.width, 0), dtype
+    yield "linear_add_ada_rms_norm", (rows, expert.mlp, expert.width), dtype
     yield "linear_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
-    yield "dense", (rows, packed, expert.width, 0), dtype
+    yield "linear_add_ada_rms_norm", (rows, packed, expert.width), dtype
 
 
 def floor_us(wanted: Wanted, device: torch.device) -> float | None:

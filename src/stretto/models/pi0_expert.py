@@ -15,13 +15,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from stretto.layers.cuda.expert import Weights
+from stretto.layers.cuda.chain import Weights
 from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, expert_layers
 from stretto.layers.kernels.gated_linear import counters_needed
-from stretto.layers.kernels.linear_activation import dense, linear_geglu
+from stretto.layers.kernels.linear_activation import linear_geglu
+from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.norm_linear import fits_few_rows, norm_qkv
 from stretto.layers.kernels.rope import rope
@@ -64,9 +65,6 @@ class GemmaBlock(nn.Module):
         k, v = x_BTD.new_empty(2, batch, tokens, dims.kv_heads, dims.head_dim)
         return linear_rope_write(x_BTD, self.qkv.weight, table, k, v, rows_B, heads=self.heads), k, v
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return dense(linear_geglu(x, self.gate_up.weight), self.down.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
@@ -82,6 +80,10 @@ class ExpertNorms:
     def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
         return gated_add_ada_rms_norm(residual, y, self.lines(index - 1), self.lines(index), self.eps)
+
+    def after(self, index: int, residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Do what `add` does to the product of x with a weight; the norm is in `dtype`."""
+        return linear_add_ada_rms_norm(x, weight, residual, self.lines(index - 1), self.lines(index), self.eps, dtype)
 
 
 RunExpert = Callable[[Tensor, ExpertNorms, PrefixKV], Tensor]
@@ -110,9 +112,10 @@ class Expert(nn.Module):
         rows_B = torch.arange(residual_BSD.shape[0], device=residual_BSD.device)
         for i, block in enumerate(blocks):
             q, k, v = block.rotated(x, positions_BS) if torch.is_grad_enabled() else block.turned(x, table, rows_B)
-            x, residual = norms.add(2 * i + 1, residual, dense(prefix.attend(i, q, k, v, self.lead), block.out.weight))
-            y = block.mlp(x)
-            x, residual = norms.add(2 * i + 2, residual, y.float() if i == len(blocks) - 1 else y)
+            attended = prefix.attend(i, q, k, v, self.lead)
+            x, residual = norms.after(2 * i + 1, residual, attended, block.out.weight, self.dtype)
+            hidden, last = linear_geglu(x, block.gate_up.weight), i == len(blocks) - 1
+            x, residual = norms.after(2 * i + 2, residual, hidden, block.down.weight, torch.float32 if last else self.dtype)
         return x
 
     def counters(self, x_BSA: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ def _ada_rms_norm_kernel(
     NORM_INDEXED: tl.constexpr,
     NORM_PER_TOKEN: tl.constexpr,
     SHIFTED: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -129,6 +130,9 @@ def _ada_rms_norm_kernel(
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            part = y + split * tl.num_programs(0).to(tl.int64) * width
+            added += tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             line = line_of(gate_table, gate_stride, gate_rows, tokens, GATE_INDEXED, GATE_PER_TOKEN)
             added *= tl.load(line + 2 * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -147,7 +151,7 @@ def _ada_rms_norm_kernel(
 def ada_rms_norm_triton(x_BTD: Tensor, modulation: Modulation, eps: float) -> Tensor:
     x = x_BTD.contiguous()
     out = torch.empty_like(x)
-    _launch(x, x, out, out, modulation, modulation, eps, add=False)
+    launch(x, x, out, out, modulation, modulation, eps, add=False)
     return out
 
 
@@ -156,13 +160,14 @@ def gated_add_ada_rms_norm_triton(
 ) -> tuple[Tensor, Tensor]:
     x, y = x_BTD.contiguous(), y_BTD.contiguous()
     out, total = torch.empty_like(y), torch.empty_like(x)
-    _launch(x, y, out, total, gated_by, normed_by, eps, add=True)
+    launch(x, y, out, total, gated_by, normed_by, eps, add=True)
     return out, total
 
 
-def _launch(
+def launch(
     x: Tensor, y: Tensor, out: Tensor, total: Tensor, gated_by: Modulation, normed_by: Modulation, eps: float, *, add: bool
 ) -> None:
+    """Run the kernel; y may be parts [S, M, D] that are summed first, in their order."""
     batch, tokens, width = x.shape
     gate, norm, block, overlap = gated_by.addressing(), normed_by.addressing(), block_of(width), overlaps(x)
     _ada_rms_norm_kernel[(batch * tokens,)](
@@ -173,7 +178,7 @@ def _launch(
         ADD=add,
         GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token, GATED=not gated_by.scale_only,
         NORM_INDEXED=norm.indexed, NORM_PER_TOKEN=norm.per_token, SHIFTED=not normed_by.scale_only,
-        BLOCK=block, OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
+        SPLITS=y.numel() // x.numel(), BLOCK=block, OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
 
 

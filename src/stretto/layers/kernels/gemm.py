@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto.layers import cublas_lt
 from stretto.layers.kernels.activation import gelu_tanh_of
 from stretto.layers.kernels.language import cdiv, jit, programs, tl
-from stretto.layers.kernels.overlap import await_inputs, overlaps
+from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
 from stretto.layers.tuning import Config
 
 try:
@@ -85,6 +85,7 @@ def _gemm_kernel(
     x: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
+    weight: tl.tensor,
     bias: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
@@ -100,10 +101,18 @@ def _gemm_kernel(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    await_inputs(OVERLAP)
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLITS)
     column = tl.arange(0, BLOCK_N)
+    if OVERLAP:
+        # Weights are written by no kernel of a chain: the first tile's are asked for while the kernel ahead still runs.
+        first = place_of(tl.program_id(0) % (down * across), down, across, GROUP)[1] * BLOCK_N
+        begin = tl.minimum(tl.program_id(0) // (down * across) * steps * BLOCK_K, inner - 8)
+        held = tl.minimum(steps * BLOCK_K, inner - begin) * 2
+        for part in tl.static_range(PARTS):
+            row = tl.minimum(first + column, columns - 1) + part * columns
+            prefetch_rows(weight + row.to(tl.int64) * inner + begin, BLOCK_N, held, OVERLAP)
+    await_inputs(OVERLAP)
     for index in tl.range(tl.program_id(0), down * across * SPLITS, tl.num_programs(0), flatten=PERSISTENT):
         # What lies behind the inner width is read as zeros.
         split, tile = index // (down * across), index % (down * across)
@@ -152,7 +161,7 @@ def _launch(
         TensorDescriptor.from_tensor(x.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out_SMN, [1, t.block_m, t.block_n]),
-        x if bias_N is None else bias_N, rows, columns, inner,
+        weight_NK, x if bias_N is None else bias_N, rows, columns, inner,
         PARTS=parts, BIAS=bias_N is not None, GELU=activation == "gelu", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), SPLITS=splits,
         OVERLAP=early, num_warps=t.warps, num_stages=t.stages, launch_pdl=early,

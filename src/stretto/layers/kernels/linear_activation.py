@@ -119,8 +119,8 @@ def _geglu_candidates(key: Key) -> list[Config]:
     parts = (1, *(n for n in (2, 4) if key[0] // n >= 4000))
     whole: list[Config] = [{"impl": "cublas", "parts": n} for n in parts]
     if key[0] < LARGE_ROWS:
-        few = ((64, 32, 64, 5, 4), (64, 64, 64, 5, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 4), (128, 64, 64, 4, 8))
-        return [*whole, *cublas_lt.candidates(8), *_tilings(key, few)]
+        few = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (128, 64, 64, 3, 8))
+        return [*whole, *cublas_lt.candidates(8), *(Tiling(*cut, 8, 0).config for cut in few)]
     return [*whole, *cublas_lt.candidates(4), *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)])]
 
 

@@ -21,7 +21,7 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs
+from stretto.layers.kernels.overlap import await_inputs, prefetch_rows
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -136,6 +136,7 @@ def _rotate_write_kernel(
 def _linear_rope_kernel(
     x: tl.tensor,
     w: tl.tensor,
+    weight: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     slots: tl.tensor,
@@ -158,13 +159,16 @@ def _linear_rope_kernel(
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    await_inputs(OVERLAP)
     PARTS: tl.constexpr = HALF // BLOCK_N
     across: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     down = tl.cdiv(rows, BLOCK_M)
     steps = tl.cdiv(inner, BLOCK_K)
     tile_m, tile_n = place_of(tl.program_id(0), down, across, GROUP)
     m, head, part = tile_m * BLOCK_M, tile_n // PARTS, tile_n % PARTS
+    low_row = weight + (head * 2 * HALF + part * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64) * inner
+    prefetch_rows(low_row, BLOCK_N, inner * 2, OVERLAP)
+    prefetch_rows(low_row + HALF * inner, BLOCK_N, inner * 2, OVERLAP)
+    await_inputs(OVERLAP)
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for step in range(steps):
         w_tile = w.load([2 * head, part * BLOCK_N, step * BLOCK_K]).reshape(2 * BLOCK_N, BLOCK_K)
@@ -255,7 +259,7 @@ def _fused(
     _linear_rope_kernel[(tiles,)](
         TensorDescriptor.from_tensor(x_BTD.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_CD.view(-1, head_dim // 2, inner), [2, t.block_n, t.block_k]),
-        cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
+        weight_CD, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
         GROUP=t.group, OVERLAP=early, num_warps=t.warps, num_stages=t.stages, launch_pdl=early,
@@ -273,7 +277,7 @@ def _supports(
 
 def _candidates(key: Key) -> list[Config]:
     half = key[4] // 2
-    few = [(64, 32, 64, 5, 4), (64, 64, 64, 5, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 4)]
+    few = [(64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 32, 64, 3, 4), (128, 64, 64, 3, 4)]
     many = [
         (128, 128, 64, 4, 8),
         (128, 128, 64, 3, 8),
@@ -284,7 +288,7 @@ def _candidates(key: Key) -> list[Config]:
     ]
     blocks = few if key[0] < gemm.FEW_ROWS else many
     found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
-    found += [Tiling(m, n, k, s, w, 8, p).config for m, n, k, s, w in blocks if half % n == 0 for p in (0, 1)]
+    found += [Tiling(m, n, k, s, w, 8, 0).config for m, n, k, s, w in blocks if half % n == 0]
     return found
 
 
