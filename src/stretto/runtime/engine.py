@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -75,7 +75,8 @@ class Engine:
         self._closed = False
         slots = slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices)
         self._fleet: Fleet | None = None
-        self._finisher = Finisher(self._passed)
+        # What follows chunks of one batch, once these are through, can share a batch again, whoever is the first to ask.
+        self._finisher = Finisher(self._passed, together=self.together if model.state else nullcontext)
         self._links: dict[str, LocalLink] = {}
         self.executors: Mapping[str, Seat]
         if workers is not None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +43,15 @@ class Finisher:
     do, so a thread that is about to wait anyway may do the waiting here (`help`).
     """
 
-    def __init__(self, passed: Passed, clock: Callable[[], float] = time.monotonic) -> None:
-        self._passed, self._clock = passed, clock
+    def __init__(
+        self,
+        passed: Passed,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Make one. `together`: entered while chunks of one batch are handed over, so that what follows them can share one too."""
+        self._passed, self._clock, self._together = passed, clock, together
         self._items: deque[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp]] = deque()
         self._wake = threading.Condition(threading.Lock())
         self._turn = threading.Lock()
@@ -102,9 +110,10 @@ class Finisher:
             except IndexError:
                 return False
             stamp.wait()
-            for i, flow in enumerate(flows):
-                mine = None if outputs is None else {name: rows[i].numpy().copy() for name, rows in outputs.items()}
-                self._passed(flow, self._passage(flow, mine, stamp))
+            with self._together() if len(flows) > 1 else nullcontext():
+                for i, flow in enumerate(flows):
+                    mine = None if outputs is None else {name: rows[i].numpy().copy() for name, rows in outputs.items()}
+                    self._passed(flow, self._passage(flow, mine, stamp))
             return True
 
     def _passage(self, flow: Flow, outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> Passage:

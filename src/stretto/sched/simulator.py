@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.sched.dispatch import Waiting
 from stretto.sched.outcome import Launch, Outcome
@@ -59,7 +59,7 @@ class Simulation:
     def run(self, until_s: float) -> Outcome:
         """Simulate up to this time; call once."""
         for run in self._runs:
-            self._push(run.spec.start_s, _SUBMIT, run, None)
+            self._push(run.spec.start_s, _SUBMIT, (run,), None)
             if run.spec.stop_s < until_s:
                 self._push(run.spec.stop_s, _STOP, run, None)
         for name, at in self._weather.fails.items():
@@ -90,21 +90,33 @@ class Simulation:
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, code, a, b))
 
-    def _submit(self, now: float, run: Run) -> None:
-        """Admit the chunks whose time has come, as far as there are credits."""
+    def _submit(self, now: float, runs: Sequence[Run]) -> None:
+        """Admit what may come now; chunks that follow those of one batch come together, as these left."""
+        if len(runs) == 1:
+            for flow in self._admit(now, runs[0]):
+                self._arrive(now, runs[0].device[0], (flow,))
+            return
+        coming: dict[SimDevice, list[Flow]] = {}
+        for run in runs:
+            coming.setdefault(run.device[0], []).extend(self._admit(now, run))
+        for device, flows in coming.items():
+            self._arrive(now, device, flows)
+
+    def _admit(self, now: float, run: Run) -> Iterator[Flow]:
+        """Yield the chunks whose time has come, as far as there are credits."""
         spec = run.spec
         while not run.gone and run.flying < run.credit and (not spec.chunks or run.chunk < spec.chunks):
             due = run.due_s(run.chunk, now)
             if due > now + 1e-12:
                 if run.scheduled_s != due:
                     run.scheduled_s = due
-                    self._push(due, _SUBMIT, run, None)
+                    self._push(due, _SUBMIT, (run,), None)
                 return
             flow = Flow(run, run.chunk, due, now)
             run.chunk += 1
             run.flying += 1
             run.outcome.submitted.append(due)
-            self._arrive(now, run.device[0], (flow,))
+            yield flow
 
     def _arrive(self, now: float, device: SimDevice, flows: Sequence[Flow]) -> None:
         for flow in flows:
@@ -242,16 +254,22 @@ class Simulation:
         if not device.prompt:
             self._pass(now, device, batch)
         leaving: dict[tuple[str, float], tuple[SimDevice, list[Flow]]] = {}
+        finished: list[Run] = []
         for flow in batch:
             run, at = flow.run, flow.leaves
             if flow.leaves_with is not batch or run.gone:
                 continue
             flow.leaves_with = None
             if at == run.last:
-                self._finish(now, flow)
+                run.outcome.done.append((flow.chunk, flow.due, now))
+                run.flying -= 1
+                finished.append(run)
             else:
                 there, delay = run.device[at + 1], run.delay[at]
                 leaving.setdefault((there.name, delay), (there, []))[1].append(flow)
+        if finished:
+            # The device goes on with what it has; credits come back through the host.
+            self._push(now + _RETURN_S, _SUBMIT, finished, None)
         device.queued -= 1
         device.free_s = now if device.chip.shared else device.free_s
         device.busy = device.queued > device.ahead
@@ -264,13 +282,6 @@ class Simulation:
             if not lane.busy:
                 self._dispatch(now, lane)
 
-    def _finish(self, now: float, flow: Flow) -> None:
-        run = flow.run
-        run.outcome.done.append((flow.chunk, flow.due, now))
-        run.flying -= 1
-        # The device goes on with what it has; the credit comes back through the host.
-        self._push(now + _RETURN_S, _SUBMIT, run, None)
-
     def _release(self, device: SimDevice, flow: Flow) -> None:
         if flow.held:
             flow.held = False
@@ -282,7 +293,7 @@ class Simulation:
         self._release(device, flow)
         flow.run.outcome.refused.append((flow.chunk, now, reason))
         flow.run.flying -= 1
-        self._push(now + _RETURN_S, _SUBMIT, flow.run, None)
+        self._push(now + _RETURN_S, _SUBMIT, (flow.run,), None)
 
     def _stop(self, run: Run, why: str) -> None:
         run.gone = run.outcome.ended = why
