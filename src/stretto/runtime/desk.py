@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from stretto.core.errors import DeadlineError, RefusedError, StreamClosedError, SupersededError
@@ -66,6 +66,11 @@ class Desk:
         self._served = Served()
         self._keys: dict[Flow, int] = {}
         self._arrived = 0
+
+    def retune(self, plan: Plan) -> None:
+        """Choose batches in the order and up to the caps of another plan."""
+        self.policy = policy(plan.dispatch)
+        self.limits = replace(self.limits, batch_cap=plan.batch_cap(self._name))
 
     @property
     def depth(self) -> int:

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import CapacityError, FieldError, StreamClosedError, WorkerDiedError
+from stretto.core.errors import CapacityError, FieldError, PlanError, StreamClosedError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
 from stretto.core.route import Route
@@ -34,6 +35,9 @@ from stretto.runtime.pools import StatePools
 from stretto.runtime.seat import Seat
 from stretto.runtime.stream import Stream as Stream
 from stretto.runtime.ways import MAIN, ways_of
+from stretto.sched.dispatch import policy
+
+_TUNED = ("kind", "batch_caps", "in_flight", "credits", "pace_s", "admission", "dispatch", "ahead")
 
 
 class Engine:
@@ -67,6 +71,7 @@ class Engine:
             PlanError: if the plan does not fit the model.
         """
         self.model, self.plan = model, plan
+        self._most = {d.name: plan.batch_cap(d.name) for d in plan.devices}
         self.ways = ways_of(model, plan, routes)
         self._pending: dict[tuple[int, int], Pending] = {}
         self._open: dict[int, Stream] = {}
@@ -191,6 +196,30 @@ class Engine:
             for executor in self.executors.values():
                 executor.open_stream(stream.id, name)
         return stream
+
+    def retune(self, plan: Plan) -> None:
+        """Go on by another plan that puts everything where this one does: its order, caps, credits and launches ahead.
+
+        Streams go on meanwhile. Devices of this process only.
+
+        Raises:
+            PlanError: if the plan differs in anything else, or has larger batches than the engine was made for.
+            ConfigError: if it names an unknown order.
+        """
+        if replace(plan, **{name: getattr(self.plan, name) for name in _TUNED}) != self.plan or self._fleet is not None:
+            raise PlanError(
+                "plan", got=f"a plan of kind {plan.kind!r}", expected=f"one that differs in {_TUNED} alone, in one process"
+            )
+        for name, most in self._most.items():
+            if plan.batch_cap(name) > most:
+                raise PlanError(
+                    f"batch_caps[{name}]", got=plan.batch_cap(name), expected=f"at most {most}, as the engine was made for"
+                )
+        policy(plan.dispatch)
+        self.plan = plan
+        for executor in self.executors.values():
+            assert isinstance(executor, Executor)
+            executor.retune(plan)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -117,6 +117,14 @@ class Executor:
         """Stages that run as one task -> how many times longer it takes beside another lane; empty before `warm`."""
         return self._can.slowed
 
+    def retune(self, plan: Plan) -> None:
+        """Choose batches by another plan from now on; see `Engine.retune`."""
+        with self._turn:
+            self._plan = plan
+            self._desk.retune(plan)
+            for lane in self._lanes:
+                lane.launch_ahead(plan.ahead)
+
     def start(self) -> None:
         self._started = True
         for thread in self._threads:

@@ -53,6 +53,10 @@ class Lane:
         """Return a context in which a thread gives work to this lane."""
         return Current(self)
 
+    def launch_ahead(self, batches: int) -> None:
+        """Queue so many launches behind the one that runs."""
+        self._most = 1 + batches
+
     @property
     def full(self) -> bool:
         """Whether as many batches are queued as may be, so far as the host knows."""
@@ -93,8 +97,8 @@ class Current:
         self._device = torch.cuda.device(lane.device if lane.device.type == "cuda" else -1)
 
     def __enter__(self) -> None:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._device.__enter__()
+        self._mode.__enter__()
+        self._device.__enter__()  # type: ignore[no-untyped-call]
         if self._stream is not None:
             before = torch.cuda.current_stream()
             self._before = None if before == self._stream else before

@@ -50,7 +50,7 @@ class Finisher:
         *,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Make one. `together`: entered while chunks of one batch are handed over, so that what follows them can share one too."""
+        """Make one. `together`: entered while chunks of one batch are handed over, so that what follows can share one too."""
         self._passed, self._clock, self._together = passed, clock, together
         self._items: deque[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp]] = deque()
         self._wake = threading.Condition(threading.Lock())
