@@ -5,7 +5,8 @@
 
 One robot asks again as soon as it has its chunk. The steps are timed at the borders of the runtime's own functions:
 
-    pack       the caller packs its inputs into one row of pinned memory
+    submit     the caller's call begins
+    pack       it packs its inputs into one row of pinned memory
     hand in    the caller hands the chunk over; the device's thread wakes up and chooses
     load       slot, copy of the row to the device, control rows
     launch     one copy of control rows and one graph launch (on a CPU: the computation itself)
@@ -13,7 +14,10 @@ One robot asks again as soon as it has its chunk. The steps are timed at the bor
     finish     the device is done; times, outputs and the chunk are put together
     hand back  the caller wakes up with its chunk
 
-`over_device_ms` is wall time less what events on the device say of the route: what the host adds.
+`over_device_ms` is wall time less what events on the device say of the route: what the host adds. The first event is recorded
+before the launch, so a launch that is slower than the device is counted as the device's; `over_gpu_ms` is wall time less the
+median of launches that were queued while the device was busy, which leaves nothing out. `rehearsed` robots spend the time that
+the device takes on requests to a toy engine on the CPU: the difference is what it costs that caches have forgotten the way.
 """
 
 from __future__ import annotations
@@ -22,22 +26,32 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from host_pieces import cold_copies, launches, pieces, quantiles, to_device
 
 from stretto.core.plan import Mode, Plan, per_visit, whole
+from stretto.deploy.checkpoint import Loaded
+from stretto.deploy.policy import Policy, PolicyOptions
+from stretto.deploy.policy_options import plan_for
 from stretto.deploy.provenance import provenance
 from stretto.models import pi0
+from stretto.models.pi0_config import Pi0Config
+from stretto.processors.policy import PolicyProcessor
 from stretto.runtime.engine import Engine
 from stretto.runtime.program import Program
+from stretto.runtime.weights import LoadReport
 
+GOLDEN = Path(__file__).resolve().parents[1] / "tests/golden/lerobot"
 SETS = 16  # different inputs in turn
+REHEARSED: dict[Mode, tuple[str, ...]] = {"graph": ("rehearsed", "rehearsed, steps"), "eager": ()}
 
 
 class Marks:
@@ -65,7 +79,8 @@ class Marks:
     def steps_us(self) -> dict[str, float]:
         a = self.at
         borders = {
-            "pack": ("asked", "packed"),
+            "submit": ("asked", "pack"),
+            "pack": ("pack", "packed"),
             "hand in": ("packed", "chosen"),
             "load": ("chosen", "launch"),
             "launch": ("launch", "launched"),
@@ -89,28 +104,49 @@ def watched(engine: Engine, marks: Marks) -> Any:
         yield
 
 
-def quantiles(ms: Sequence[float]) -> dict[str, float]:
-    """Return the quantiles that count, in the unit given."""
-    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {name: round(float(np.quantile(ms, q)), 4) for name, q in at.items()}
-
-
 def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, how: str) -> dict[str, Any]:
     """Ask `n` times. `how`: `plain`; `steps`, which also times the steps of the path and so costs some microseconds itself;
     `frozen`, without what was made so far in the sight of the garbage collector; `patient`, with a time limit, so that the
-    engine's own threads wait for the device.
+    engine's own threads wait for the device; `rehearsed`, with the way of a request in the caches.
     """
     if how == "frozen":
         gc.collect()
         gc.freeze()
     try:
-        return _run(engine, feed, prompt, n, steps=how == "steps", timeout=60.0 if how == "patient" else None)
+        with rehearsal() if how.startswith("rehearsed") else nullcontext() as meanwhile:
+            timeout = 60.0 if how == "patient" else None
+            return _run(engine, feed, prompt, n, steps=how.endswith("steps"), timeout=timeout, meanwhile=meanwhile)
     finally:
         gc.unfreeze()
 
 
+@contextmanager
+def rehearsal() -> Iterator[Callable[[], None]]:
+    """Return what goes the way of a request in a toy engine on the CPU."""
+    model = pi0.build(pi0.tiny()[0].config, device="cpu", dtype="float32")
+    prompt = model.config.tokenizer_max_length
+    shapes = {"batch": (1,), "prompt": (prompt,)}
+    with patch.object(Program, "_run_eagerly", lambda *_: None):
+        engine = Engine(model, whole(model.route, "cpu").with_shapes(shapes), callers_launch=True)
+        engine.warm()
+        stream, feed = engine.open(), feed_of(model, prompt)
+
+        def once() -> None:
+            stream.submit(feed[0], lengths={"prompt": prompt}).result()
+
+        yield once
+        engine.close()
+
+
 def _run(
-    engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, *, steps: bool, timeout: float | None
+    engine: Engine,
+    feed: Sequence[dict[str, np.ndarray]],
+    prompt: int,
+    n: int,
+    *,
+    steps: bool,
+    timeout: float | None,
+    meanwhile: Callable[[], None] | None,
 ) -> dict[str, Any]:
     stream = engine.open()
     marks = Marks()
@@ -121,7 +157,12 @@ def _run(
         for i in range(n + n // 5):
             marks.at.clear()
             marks.mark("asked")
-            chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result(timeout)
+            future = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt})
+            if meanwhile is not None:
+                until = marks.at["asked"] + (device[-1] if device else 2.0) / 1e3 - 5e-4
+                while time.perf_counter() < until:
+                    meanwhile()
+            chunk = future.result(timeout)
             marks.mark("got")
             if i < n // 5:
                 continue
@@ -148,7 +189,9 @@ def _run(
 
 def make(small: bool, device: str) -> Any:
     if small:
-        model = pi0.build(pi0.tiny()[0].config, device=device, dtype="float32" if device == "cpu" else "bfloat16")
+        folder = GOLDEN / "pi05_tiny"
+        raw = json.loads((folder / "config.json").read_text()) | {"stretto": json.loads((folder / "sizes.json").read_text())}
+        model = pi0.build(Pi0Config.from_lerobot(raw), device=device, dtype="float32" if device == "cpu" else "bfloat16")
     else:
         model = pi0.build(pi0.SPECS["pi05"], device=device, dtype="bfloat16")
     model.randomize(seed=0)
@@ -161,35 +204,78 @@ def feed_of(model: Any, prompt: int) -> list[dict[str, np.ndarray]]:
     return [{name: value[i].numpy() for name, value in batch.items()} for i in range(SETS)]
 
 
-def pieces(n: int = 200) -> dict[str, Any]:
-    """Time what the path is made of on this machine: a hand-over between threads, a copy of one observation's pictures."""
-    import queue
-    import threading
+def queued_ms(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int = 24) -> float:
+    """Return the device's time of one request that was handed over while the device was busy; on a CPU, of any request."""
+    stream, times = engine.open(), []
+    (executor,) = engine.executors.values()
+    for i in range(n):
+        if executor.device.type == "cuda":  # type: ignore[attr-defined]
+            torch.cuda._sleep(6_000_000)  # three milliseconds
+        chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result()
+        times.append(sum(chunk.stage_ms.values()))
+    stream.close()
+    return float(np.median(times))
 
-    there: queue.SimpleQueue[object] = queue.SimpleQueue()
-    back: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def echo() -> None:
-        while (item := there.get()) is not None:
-            back.put(item)
+def policy_rows(model: Any, device: str, mode: Mode, small: bool, n: int) -> dict[str, Any]:
+    """Time whole requests of a policy in this process, from pictures, state and prompt to actions, and its own steps."""
+    folder = GOLDEN / ("pi05_tiny" if small else "processors/pi05_quantiles")
+    processor = PolicyProcessor.from_lerobot(folder, tokenizer=GOLDEN / "tokenizer", degenerate="hold")
+    config = model.config
+    limit = replace(processor.spec.prompt, token_limit=config.tokenizer_max_length)
+    sizes: dict[str, Any] = {
+        "action_horizon": config.action_horizon,
+        "resolution": (config.image_size,) * 2,
+        "resizer": "pil",
+        "prompt": limit,
+    }
+    processor = replace(processor, spec=replace(processor.spec, **sizes))
+    loaded = Loaded(model, processor, LoadReport((), 0, 0, {}, ()), folder, "lerobot")
+    shapes = {"batch": (1,), "prompt": (1, 112)}
+    with patch("stretto.deploy.policy.plan_for", lambda *given: plan_for(*given).with_shapes(shapes)):
+        policy = Policy(loaded, PolicyOptions(device=device, mode=mode, max_batch=1, threads=1))
+    policy.warm()
+    rng = np.random.default_rng(0)
+    schema = processor.observation_schema()
+    feed = [
+        {
+            name: rng.integers(0, 256, field["shape"], np.uint8)
+            if field["kind"] == "image"
+            else "put the red cup on the blue plate and close the drawer"
+            if field["kind"] == "prompt"
+            else rng.uniform(-1, 1, field["shape"]).astype(np.float32)
+            for name, field in schema.items()
+        }
+        for _ in range(SETS)
+    ]
+    wall, over, before, after = [], [], [], []
+    for i in range(n + n // 5):
+        at = time.perf_counter()
+        reply = policy.infer(feed[i % SETS])
+        wall.append((time.perf_counter() - at) * 1e3)
+        stages = dict(reply["stage_ms"])
+        before.append(stages.pop("preprocess") * 1e3)
+        after.append(stages.pop("postprocess") * 1e3)
+        over.append(wall[-1] - sum(stages.values()))
+    policy.close()
+    kept = slice(n // 5, None)
+    return {
+        "cameras": len(processor.spec.slots),
+        "wall_ms": quantiles(wall[kept]),
+        "over_device_ms": quantiles(over[kept]),
+        "preprocess_us": quantiles(before[kept]),
+        "postprocess_us": quantiles(after[kept]),
+    }
 
-    thread = threading.Thread(target=echo)
-    thread.start()
-    hops = []
-    for _ in range(n):
-        begin = time.perf_counter()
-        there.put(1)
-        back.get()
-        hops.append((time.perf_counter() - begin) * 1e6 / 2)
-    there.put(None)
-    thread.join()
-    source, target = np.ones(3 * 224 * 224 * 3, np.uint8), np.zeros(3 * 224 * 224 * 3, np.uint8)
-    copies = []
-    for _ in range(n):
-        begin = time.perf_counter()
-        target[:] = source
-        copies.append((time.perf_counter() - begin) * 1e6)
-    return {"thread_hop_us": quantiles(hops), "copy_450_kB_us": quantiles(copies)}
+
+def policy(result: dict[str, Any], model: Any, args: argparse.Namespace) -> None:
+    mode: Mode = "eager" if args.device == "cpu" else "graph"
+    try:
+        row = policy_rows(model, args.device, mode, args.small, args.n)
+    except Exception as error:  # the engine's rows are worth having without it
+        row = {"error": f"{type(error).__name__}: {error}"}
+    result["rows"]["policy"] = row
+    print("policy", json.dumps(row), flush=True)
 
 
 def main() -> None:
@@ -199,41 +285,48 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--n", type=int, default=120)
     parser.add_argument("--prompt", type=int, default=200)
+    parser.add_argument("--cases", type=int, help="only the first so many plans")
     args = parser.parse_args()
     if args.device == "cpu":
         args.small = True
         torch.set_num_threads(1)
-    model = make(args.small, args.device)
+    model, device = make(args.small, args.device), torch.device(args.device)
     prompt = min(args.prompt, model.config.tokenizer_max_length)
     feed = feed_of(model, prompt)
     mode: Mode = "eager" if args.device == "cpu" else "graph"
     result: dict[str, Any] = {**provenance(torch.device(args.device)), "small": args.small, "prompt": prompt, "rows": {}}
-    result["machine"] = pieces()
+    result["machine"] = {**pieces(), "cold_copy_450_kB_us": cold_copies()}
+    if args.device != "cpu":
+        result["machine"] |= {"to_device": to_device(device), "launches": launches(model, device, prompt)}
     print("machine", json.dumps(result["machine"]), flush=True)
     plain = whole(model.route, args.device, mode=mode)
     urgent = plain.with_dispatch("deadline_limited")
     between = per_visit(model.route, args.device, mode=mode, dispatch="deadline_limited")
     cases: dict[str, tuple[Plan, bool, tuple[str, ...]]] = {
-        "whole": (plain, True, ("plain", "frozen", "steps", "patient")),
+        "whole": (plain, True, ("plain", "steps", *REHEARSED[mode], "frozen", "patient")),
         "whole, launched by the engine's thread": (plain, False, ("plain", "patient")),
         "whole, deadlines": (urgent, True, ("plain", "steps")),
         "per visit, deadlines": (between, True, ("plain", "steps")),
     }
-    for name, (plan, callers_launch, ways) in cases.items():
+    for name, (plan, callers_launch, ways) in list(cases.items())[: args.cases]:
         rows: dict[str, Any] = {}
         try:
             shapes = {"batch": (1,), "prompt": (prompt,)}
             engine = Engine(model, plan.with_shapes(shapes), callers_launch=callers_launch)
             engine.warm()
+            rows["queued_ms"] = round(queued_ms(engine, feed, prompt), 4)
             for how in ways:
                 n = args.n if how in ("plain", "frozen") and callers_launch else args.n // 2
                 rows[how] = run(engine, feed, prompt, n, how)
+                rows[how]["over_gpu_ms"] = round(rows[how]["wall_ms"]["p50"] - rows["queued_ms"], 4)
                 print(f"{name} / {how}", json.dumps(rows[how]), flush=True)
             engine.close()
         except Exception as error:  # one plan that fails must not lose the others
             rows["error"] = f"{type(error).__name__}: {error}"
             print(name, rows["error"], flush=True)
         result["rows"][name] = rows
+        if name == "whole":
+            policy(result, model, args)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
