@@ -54,8 +54,9 @@ def vision_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     yield "linear_gelu", (patches, width, mlp), dtype
     yield "dense", (patches, width, 3 * width, 1), dtype
     yield "linear_add_layer_norm", (patches, width, width), dtype
-    for inner, columns in ((mlp, width), (width, 3 * width), (width, width)):
-        yield "fp8_dense", (patches, inner, columns, 1), CODED
+    yield "fp8_linear_add", (patches, mlp, width, 1), CODED
+    yield "fp8_dense", (patches, width, 3 * width, 1), CODED
+    yield "fp8_linear_add", (patches, width, width, 1), CODED
     yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
     yield "affine_layer_norm", (patches, width, 1), dtype
 
@@ -70,8 +71,9 @@ def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator
     yield "linear_add_rms_norm", (rows, packed, width), dtype
     yield "prefix_attention", (batch, prefix, prefix, *heads, 1), dtype
     yield "fp8_linear_geglu", (rows, width, mlp), CODED
-    for inner, columns in ((mlp, width), (width, packed + 2 * language.kv_heads * language.head_dim), (packed, width)):
-        yield "fp8_dense", (rows, inner, columns, 0), CODED
+    yield "fp8_linear_add", (rows, mlp, width, 0), CODED
+    yield "fp8_dense", (rows, width, packed + 2 * language.kv_heads * language.head_dim, 0), CODED
+    yield "fp8_linear_add", (rows, packed, width, 0), CODED
     yield "add_rms_norm", (rows, width), dtype
 
 

@@ -24,6 +24,7 @@ from stretto.layers.kernels.activation import geglu, gelu_tanh
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
 from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
+from stretto.layers.kernels.fp8_linear_add import fp8_linear_add
 from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
@@ -52,6 +53,10 @@ class Reader(Protocol):
 
     def gelu_of(self, before: Any, x: Tensor) -> Tensor: ...
     def plain(self, x: Tensor) -> Tensor: ...
+    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (residual + product, None), or (residual, product), as the norm behind takes either."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [..., N] in the weight's dtype."""
         ...
@@ -122,6 +127,9 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
 
+    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return fp8_linear_add(x, self.codes_NK, self.bias_N, self.scales, residual, self.weight_NK.dtype)
+
 
 class ObservedLinear:
     """A linear layer in the network's own precision that notes the largest absolute value of its inputs."""
@@ -166,6 +174,9 @@ class ObservedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)
         return linear(x, self.weight_NK, self.bias_N)
+
+    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return residual, self(x)
 
 
 def _check_shape(name: str, weight_NK: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import embedding
 from stretto.core.errors import ConfigError
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
-from stretto.layers.kernels.layer_norm import add_layer_norm
+from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
@@ -91,13 +91,17 @@ class Fp8Net:
         for i, (block, its) in enumerate(zip(blocks, readers, strict=True)):
             qkv = its.qkv(x)
             q, k, v = qkv.view(*qkv.shape[:-1], 3, block.heads, -1).unbind(2)
-            y = its.out(its.out.plain(attention(q, k, v).flatten(2)))
+            residual, y = its.out.onto(residual, its.out.plain(attention(q, k, v).flatten(2)))
             x, residual = its.up.layer_normed(residual, y, block.norm2.weight, block.norm2.bias, eps)
-            y = its.down(its.down.gelu_of(its.up, x))
+            residual, y = its.down.onto(residual, its.down.gelu_of(its.up, x))
             if i + 1 < len(blocks):
                 after = blocks[i + 1].norm1
                 x, residual = readers[i + 1].qkv.layer_normed(residual, y, after.weight, after.bias, eps)
-        x, _ = add_layer_norm(y, residual, tower.norm.weight, tower.norm.bias, eps)
+        last = tower.norm
+        if y is None:
+            x = layer_norm(residual, last.weight, last.bias, eps, dtype=self.dtype)
+        else:
+            x, _ = add_layer_norm(y, residual, last.weight, last.bias, eps)
         tokens: Tensor = tower.project(x)
         return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
 
@@ -112,9 +116,10 @@ class Fp8Net:
         for i, its in enumerate(self._prefix):
             k, v = arena.layer(i, mask_BP.shape[1])
             q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
-            y = its.out(its.out.plain(prefix_attention(q, k, v, arena.slots_B, key_mask_BP=mask_BP).flatten(2)))
+            attended = prefix_attention(q, k, v, arena.slots_B, key_mask_BP=mask_BP).flatten(2)
+            residual, y = its.out.onto(residual, its.out.plain(attended))
             x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
-            y = its.down(its.down.geglu_of(its.up, x))
+            residual, y = its.down.onto(residual, its.down.geglu_of(its.up, x))
             x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)
         rotate_write(self._last_kv(x), table, *arena.layer(len(self._prefix), mask_BP.shape[1]), arena.slots_B, heads=0)
 

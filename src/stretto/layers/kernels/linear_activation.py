@@ -121,7 +121,10 @@ def _geglu_candidates(key: Key) -> list[Config]:
     if key[0] < LARGE_ROWS:
         few = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (128, 64, 64, 3, 8))
         return [*whole, *cublas_lt.candidates(8), *(Tiling(*cut, 8, 0).config for cut in few)]
-    return [*whole, *cublas_lt.candidates(4), *_tilings(key, [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)])]
+    blocks = [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)]
+    if key[0] <= 1024:  # two programs a multiprocessor, and less height beyond the last row
+        blocks += [(64, 128, 64, 2, 4), (64, 128, 32, 4, 4), (128, 64, 64, 3, 4)]
+    return [*whole, *cublas_lt.candidates(4), *_tilings(key, blocks)]
 
 
 def _dense_candidates(key: Key) -> list[Config]:
