@@ -26,8 +26,7 @@ from expert import Report, captured, config_of, denoise, prefix_of, replayed_ms
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, expert_chain
-from stretto.layers.cuda.expert import Weights
+from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv

@@ -1,4 +1,4 @@
-"""The expert's kernel in CUDA C++: on a GPU as it is, and on the CPU built for the host, its threads run as fibers."""
+"""The expert's launches in CUDA C++: on a GPU as they are, and on the CPU built for the host, their threads run as fibers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.expert import PHASES, Board, ExpertKernel, Weights, expert_kernel
+from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
@@ -31,9 +31,9 @@ class Call(NamedTuple):
     norms: list[Modulation]
     keys: PrefixKV
 
-    def run(self, kernel: ExpertKernel, phases: int | None = None, board: Board | None = None) -> Stream:
+    def run(self, chain: ExpertChain, launches: int | None = None, memory: Memory | None = None) -> Stream:
         lines = self.norms[0], self.norms[1]
-        return kernel.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, phases=phases, board=board)
+        return chain.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, launches=launches, memory=memory)
 
 
 def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
@@ -60,7 +60,7 @@ def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
 
 
 def by_steps(c: Call, stream: Stream, layer: int, dtype: torch.dtype = HALF) -> tuple[Tensor, Tensor, Stream, Tensor, Stream]:
-    """What each phase of a layer leaves, by the references of the separate kernels."""
+    """What each launch of a layer leaves, by the references of the separate kernels."""
     w, (first, second, third), keys = c.weights[layer], c.norms[2 * layer : 2 * layer + 3], c.keys
     shape = {"heads": HEADS, "kv_heads": 1, "head_dim": HEAD, "theta": 1e4, "eps": EPS}
     fresh = norm_qkv.reference(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.suffix_start_B, **shape)
@@ -86,39 +86,51 @@ def same_stream(got: Stream, want: Stream, tolerance: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> ExpertKernel:
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> ExpertChain:
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("there is no g++ to build the kernel for the host")
+        pytest.skip("there is no g++ to build the launches for the host")
     here = Path(__file__).parent / "cuda_on_host"
-    made = tmp_path_factory.mktemp("cuda") / "expert.so"
+    made = tmp_path_factory.mktemp("cuda") / "chain.so"
     options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{here}", f"-I{build.SOURCES}"]
-    subprocess.run([compiler, *options, str(here / "expert.cpp"), "-o", str(made)], check=True)
-    return ExpertKernel(ctypes.CDLL(str(made)), 0)
+    subprocess.run([compiler, *options, str(here / "chain.cpp"), "-o", str(made)], check=True)
+    return ExpertChain(ctypes.CDLL(str(made)), 0)
 
 
 @pytest.fixture(scope="module")
-def on_device() -> ExpertKernel:
-    kernel, reason = expert_kernel(0)
-    if kernel is None:
+def on_device() -> ExpertChain:
+    chain, reason = expert_chain(0)
+    if chain is None:
         pytest.skip(reason)
-    return kernel
+    return chain
 
 
-def test_each_phase_leaves_what_its_separate_kernel_would(on_host: ExpertKernel) -> None:
-    tokens = 5
+def left_by(memory: Memory, launch: int) -> Tensor:
+    """What one of a layer's launches left, as the separate kernels lay it out."""
+    if launch == 0:
+        return torch.cat((memory.queries(), *(x[:, None] for x in memory.fresh())), dim=1)
+    return (memory.attended(), memory.stream(end=False)[0], memory.hidden())[launch - 1]
+
+
+def test_each_launch_leaves_what_its_separate_kernel_would(on_host: ExpertChain) -> None:
+    tokens = 13
     c = call(tokens, 77, 1)
-    board = Board(on_host.sizes, tokens, torch.device("cpu"))
-    end = c.run(on_host, board=board)
+    memory = Memory(on_host.sizes, tokens, torch.device("cpu"))
+    end = c.run(on_host, memory=memory)
     fresh, attended, middle, hidden, want = by_steps(c, c.stream, 0, torch.float32)
-    assert off_by(board.fresh(0), fresh[0]) < 8e-3
-    assert off_by(board.attended(0), attended[0]) < 8e-3
-    assert off_by(board.stream(0, end=False)[0], middle.scaled_BRD[0]) < 8e-3
-    assert off_by(board.hidden(0), hidden[0]) < 8e-3
+    for launch, left in enumerate((fresh, attended, middle.scaled_BRD, hidden)):
+        assert off_by(left_by(memory, launch), left[0]) < 8e-3
+    assert off_by(memory.stream(end=False)[1].sum(-1), middle.squares_MP.sum(-1)) < 1e-3
     same_stream(end, want, 3e-3)
 
 
-def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: ExpertKernel) -> None:
+@pytest.mark.parametrize(("tokens", "prefix"), [(1, 1), (55, 968)])
+def test_the_fewest_and_the_most_tokens_fit(on_host: ExpertChain, tokens: int, prefix: int) -> None:
+    c = call(tokens, prefix, 1)
+    same_stream(c.run(on_host), by_steps(c, c.stream, 0, torch.float32)[-1], 3e-3)
+
+
+def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: ExpertChain) -> None:
     c = call(3, 9, 2)
     first, second = c.run(on_host), c.run(on_host)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -126,12 +138,12 @@ def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: Expe
     same_stream(first, by_steps(c, stream, 1, torch.float32)[-1], 5e-3)
 
 
-def test_calls_of_other_shapes_are_not_taken(on_host: ExpertKernel) -> None:
+def test_calls_of_other_shapes_are_not_taken(on_host: ExpertChain) -> None:
     c = call(5, 77, 1)
     assert on_host.takes(c.weights, c.stream, c.norms[0], c.keys)
-    many = call(57, 1, 1)
+    many = call(56, 1, 1)
     assert not on_host.takes(many.weights, many.stream, many.norms[0], many.keys)
-    long = c.keys._replace(mask_BP=torch.ones(1, 1025, dtype=torch.bool))
+    long = c.keys._replace(mask_BP=torch.ones(1, 969, dtype=torch.bool))
     assert not on_host.takes(c.weights, c.stream, c.norms[0], long)
     two_rows = c.stream._replace(residual_BTD=c.stream.residual_BTD.expand(2, -1, -1))
     assert not on_host.takes(c.weights, two_rows, c.norms[0], c.keys)
@@ -145,11 +157,11 @@ def test_a_machine_without_the_device_says_why_there_is_no_kernel(monkeypatch: p
     build.built.cache_clear()
     monkeypatch.setattr(build, "triton_runs_on", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    assert build.built("expert", 0) == (None, "the device is sm_86, the kernel is for sm_90")
+    assert build.built("chain", 0) == (None, "the device is sm_86, the kernel is for sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     build.built.cache_clear()
     monkeypatch.setattr(build, "nvcc", lambda: None)
-    assert build.built("expert", 0) == (None, "there is no nvcc on this machine")
+    assert build.built("chain", 0) == (None, "there is no nvcc on this machine")
     build.built.cache_clear()
 
 
@@ -158,7 +170,7 @@ def test_a_compiler_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> 
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such flag" >&2\nexit 1\n')
     compiler.chmod(0o755)
     with pytest.raises(subprocess.CalledProcessError) as e:
-        build.compiled("expert", str(compiler), (), tmp_path / "cache")
+        build.compiled("chain", str(compiler), (), tmp_path / "cache")
     assert build._tail(e.value) == "no such flag"
     assert not list((tmp_path / "cache").iterdir())
 
@@ -168,15 +180,15 @@ def test_a_library_is_compiled_once_for_the_same_sources(tmp_path: Path) -> None
     # Writes its output file, and counts its runs.
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho >> {tmp_path}/runs\necho library > "$2"\n')
     compiler.chmod(0o755)
-    first = build.compiled("expert", str(compiler), (), tmp_path / "cache")
-    second = build.compiled("expert", str(compiler), (), tmp_path / "cache")
+    first = build.compiled("chain", str(compiler), (), tmp_path / "cache")
+    second = build.compiled("chain", str(compiler), (), tmp_path / "cache")
     assert first == second
     assert (tmp_path / "runs").read_text().count("\n") == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "prefix"), [(50, 968), (10, 784), (56, 1024), (1, 1)])
-def test_the_kernel_on_the_device_leaves_what_separate_kernels_would(on_device: ExpertKernel, tokens: int, prefix: int) -> None:
+@pytest.mark.parametrize(("tokens", "prefix"), [(50, 968), (10, 784), (55, 960), (1, 1)])
+def test_launches_on_the_device_leave_what_separate_kernels_would(on_device: ExpertChain, tokens: int, prefix: int) -> None:
     c = call(tokens, prefix, 3, "cuda")
     got, again = c.run(on_device), c.run(on_device)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
@@ -187,8 +199,10 @@ def test_the_kernel_on_the_device_leaves_what_separate_kernels_would(on_device: 
 
 
 @pytest.mark.gpu
-def test_a_run_that_stops_early_leaves_what_its_last_phase_made(on_device: ExpertKernel) -> None:
+@pytest.mark.parametrize("launch", range(LAUNCHES - 1))
+def test_a_run_that_stops_early_leaves_what_its_last_launch_made(on_device: ExpertChain, launch: int) -> None:
     c = call(50, 968, 1, "cuda")
-    board = Board(on_device.sizes, 50, torch.device("cuda"))
-    c.run(on_device, PHASES - 1, board)
-    assert off_by(board.hidden(0), by_steps(c, c.stream, 0)[3][0]) < 8e-3
+    memory = Memory(on_device.sizes, 50, torch.device("cuda"))
+    c.run(on_device, launch + 1, memory)
+    fresh, attended, middle, hidden, _ = by_steps(c, c.stream, 0)
+    assert off_by(left_by(memory, launch), (fresh, attended, middle.scaled_BRD, hidden)[launch][0]) < 8e-3

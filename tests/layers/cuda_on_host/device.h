@@ -19,9 +19,6 @@
 #define ON_DEVICE inline
 using std::max;
 using std::min;
-struct alignas(4) uchar4 { uint8_t x, y, z, w; };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
@@ -43,7 +40,7 @@ struct Warp {
     int arrived = 0, alive = 32;
     uint64_t round = 0;
     const char* what = nullptr;
-    uint32_t in[32][10], out[32][4];
+    uint32_t in[32][2], out[32][1];
 };
 
 struct Meeting {
@@ -80,7 +77,7 @@ constexpr size_t STACK = 32 * 1024;
 struct Grid {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::vector<Meeting> all, consumers, clusters;
+    std::vector<Meeting> all, clusters;
     std::vector<std::vector<char>> shared;
     std::vector<Copy> copies;
     std::vector<uint64_t> asleep;
@@ -194,7 +191,7 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel, int c
     states().clear();
     grid->threads = threads, grid->kernel = kernel, grid->cluster = cluster;
     grid->fibers.resize(ctas * threads), grid->warps.resize(ctas * threads / 32);
-    grid->all.resize(ctas), grid->consumers.resize(ctas), grid->asleep.resize(ctas), grid->clusters.resize(ctas / cluster);
+    grid->all.resize(ctas), grid->asleep.resize(ctas), grid->clusters.resize(ctas / cluster);
     // Bits that are no number: nobody may depend on what shared memory holds at first.
     grid->shared.assign(ctas, std::vector<char>(shared_bytes + 1024, char(0xff)));
     const size_t bytes = grid->fibers.size() * STACK;
@@ -259,29 +256,7 @@ inline uint32_t to_bf16(float f) {
 namespace device {
 
 inline int thread_id() { return host::grid->now->thread; }
-inline int thread_id_anew() { return thread_id(); }
-inline uint32_t hidden_zero() { return 0; }
 inline int block_id() { return host::grid->now->cta; }
-inline long long ticks() { return (long long)(host::grid->passes); }
-constexpr uint32_t ABSENT = 0xffffffffu;
-template <class T>
-T peek(const void* p) {
-    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) host::fail("a word is not aligned");
-    return *static_cast<const T*>(p);
-}
-template <class T>
-void post(void* p, T v) {
-    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) host::fail("a word is not aligned");
-    *static_cast<T*>(p) = v;
-    host::moved();
-}
-inline uint4 peek4(const void* p) { return peek<uint4>(p); }
-inline uint2 peek2(const void* p) { return peek<uint2>(p); }
-inline void post4(void* p, uint4 v) { post(p, v); }
-inline void post2(void* p, uint2 v) { post(p, v); }
-inline void post1(void* p, uint32_t v) { post(p, v); }
-inline bool absent(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) == ABSENT; }
-inline bool absent(const uint2& v) { return max(v.x, v.y) == ABSENT; }
 inline float as_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);
@@ -298,63 +273,6 @@ inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 inline float quotient(float a, float b) { return a / b; }
 
-inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    uint32_t in[10] = {a0, a1, a2, a3, b0, b1}, out[4];
-    std::memcpy(in + 6, c, 16);
-    host::together("mma", in, 10, out, 4, [](host::Warp& w) {
-        float a[16][16], b[16][8], sum[16][8];
-        bool none = true;
-        for (int l = 0; l < 32; ++l) none = none && !(w.in[l][0] | w.in[l][1] | w.in[l][2] | w.in[l][3]);
-        if (none) {
-            // Rows that are not there are most of a small call.
-            for (int l = 0; l < 32; ++l) std::memcpy(w.out[l], w.in[l] + 6, 16);
-            return;
-        }
-        for (int l = 0; l < 32; ++l) {
-            const int g = l / 4, t = l % 4;
-            for (int r = 0; r < 4; ++r)
-                for (int h = 0; h < 2; ++h) a[g + r % 2 * 8][t * 2 + h + r / 2 * 8] = host::of_bf16(w.in[l][r] >> 16 * h & 0xffff);
-            for (int r = 0; r < 2; ++r)
-                for (int h = 0; h < 2; ++h) b[t * 2 + h + r * 8][g] = host::of_bf16(w.in[l][4 + r] >> 16 * h & 0xffff);
-            for (int r = 0; r < 4; ++r) std::memcpy(&sum[g + r / 2 * 8][t * 2 + r % 2], &w.in[l][6 + r], 4);
-        }
-        for (int i = 0; i < 16; ++i)
-            for (int k = 0; k < 16; ++k)
-                for (int j = 0; j < 8; ++j) sum[i][j] += a[i][k] * b[k][j];
-        for (int l = 0; l < 32; ++l)
-            for (int r = 0; r < 4; ++r) std::memcpy(&w.out[l][r], &sum[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2], 4);
-    });
-    std::memcpy(c, out, 16);
-}
-
-struct Rows {
-    uint4 upper, lower;
-
-    Rows() {}
-    Rows(const uint4& u, const uint4& l, uint32_t) : upper(u), lower(l) {}
-};
-inline void multiply_first(float (&c)[4], const Rows& a, const uint4& b) {
-    multiply(c, a.upper.x, a.lower.x, a.upper.y, a.lower.y, b.x, b.y);
-}
-inline void multiply_second(float (&c)[4], const Rows& a, const uint4& b) {
-    multiply(c, a.upper.z, a.lower.z, a.upper.w, a.lower.w, b.z, b.w);
-}
-
-inline void load_transposed(uint32_t (&r)[4], const void* row) {
-    uint32_t in[2];
-    std::memcpy(in, &row, 8);
-    host::together("ldmatrix", in, 2, r, 4, [](host::Warp& w) {
-        for (int m = 0; m < 4; ++m) {
-            const uint16_t* rows[8];
-            for (int i = 0; i < 8; ++i) {
-                std::memcpy(&rows[i], w.in[m * 8 + i], 8);
-                if (reinterpret_cast<uintptr_t>(rows[i]) % 16) host::fail("a row of a matrix is not aligned");
-            }
-            for (int l = 0; l < 32; ++l) w.out[l][m] = rows[l % 4 * 2][l / 4] | uint32_t(rows[l % 4 * 2 + 1][l / 4]) << 16;
-        }
-    });
-}
-
 inline float from_lane_xor(float x, int mask) {
     uint32_t in[2], out;
     std::memcpy(in, &x, 4);
@@ -365,16 +283,7 @@ inline float from_lane_xor(float x, int mask) {
     std::memcpy(&x, &out, 4);
     return x;
 }
-inline void sync_warp() {
-    uint32_t in = 0, out;
-    host::together("sync", &in, 1, &out, 0, [](host::Warp&) {});
-}
 inline void sync_all() { host::meet(host::grid->all[block_id()], host::grid->threads); }
-template <int THREADS>
-void sync_consumers() { host::meet(host::grid->consumers[block_id()], THREADS); }
-inline void take_registers() {}
-inline void give_registers() {}
-
 using Barrier = uint64_t;
 inline void barrier_init(Barrier* b, uint32_t arrivals) {
     *b = host::states().size();
@@ -400,9 +309,6 @@ inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) host::fail("a copied row is not aligned");
     host::grid->copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, b, host::grid->passes + host::grid->next_random() % 12});
 }
-inline void before_copies() {}
-inline void pause() { host::yield(); }
-
 // Launches of a chain run one after the other.
 inline void let_next_start() {}
 inline void await_previous() {}
@@ -511,13 +417,6 @@ inline void multiply_rows(float (&c)[32], const uint32_t (&a)[4], const void* b,
             for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * in_tile(b, k, (n * 8 + thread_id() % 4 * 2 + i % 2) * 2);
             c[4 * n + i] = sum;
         }
-}
-
-template <class Ask, class Absent>
-void until_there(Ask ask, Absent absent) {
-    host::grid->now->waits = "words of another CTA";
-    for (ask(); absent(); ask()) host::yield();
-    host::grid->now->waits = nullptr;
 }
 
 }  // namespace device

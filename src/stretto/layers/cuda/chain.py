@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda.build import Built, built
-from stretto.layers.cuda.expert import Weights
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.stream import Stream, carries_shift
@@ -52,6 +51,15 @@ class Sizes(NamedTuple):
     most_ctas: int
 
 
+class Weights(NamedTuple):
+    """The products of one layer: [(H + 2 K) d, D], [D, H d], [2 F, D], [D, F]."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
 class Memory:
     """What launches leave to each other in one call; kept by those who look at what one left."""
 
@@ -64,7 +72,7 @@ class Memory:
         s = self.sizes
         blocks = s.rows // 8
         chunks = self._halves(s.q, blocks * 4 * 64 * CHUNK).view(blocks, s.head_dim // CHUNK, 8, 8, CHUNK)
-        rows = _swapped(chunks.flatten(2, 3)).unflatten(2, (8, 8))
+        rows = _swapped(chunks.flatten(2, 3)).view(chunks.shape)
         return rows.permute(0, 2, 3, 1, 4).reshape(s.rows, s.heads, s.head_dim)[: self.tokens]
 
     def fresh(self) -> tuple[Tensor, Tensor]:
@@ -98,9 +106,8 @@ def _swapped(chunks: Tensor) -> Tensor:
     """Put the eight pieces of each row of [..., rows, 64] in order: row r has piece i in place i ^ (r % 8)."""
     rows = torch.arange(chunks.shape[-2], device=chunks.device)
     order = torch.arange(8, device=chunks.device) ^ (rows % 8)[:, None]
-    pieces = chunks.unflatten(-1, (8, 8))
-    index = order[..., None].expand(pieces.shape)
-    return pieces.gather(-2, index).flatten(-2)
+    pieces = chunks.view(*chunks.shape[:-1], 8, 8)
+    return torch.gather(pieces, -2, order[..., None].expand(pieces.shape)).flatten(-2)
 
 
 class ExpertChain:

@@ -1,27 +1,18 @@
-// What the kernel needs of the machine, sm_90: asynchronous row copies, matrix products, barriers within and across CTAs.
-// A host build replaces this file by one that runs threads as fibers, so that the same kernel is tested without a GPU.
+// What the launches need of the machine, sm_90: asynchronous copies, matrix products, barriers within and across CTAs.
+// A host build replaces this file by one that runs threads as fibers, so that the same code is tested without a GPU.
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 
 #define ON_DEVICE __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 
 namespace device {
 
-// Clock cycles of a wait, some two seconds: by then a partner is lost, and a trap with a message beats a machine that hangs.
+// Clock cycles of a wait, some two seconds: by then a partner is lost, and a trap beats a machine that hangs.
 constexpr long long PATIENCE = 4'000'000'000ll;
 
 ON_DEVICE int thread_id() { return int(threadIdx.x); }
-// As one, but nothing made of it outlives a phase: kept values would crowd out those that a product needs in registers.
-ON_DEVICE int thread_id_anew() {
-    int id;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
-    return id;
-}
-// Zero, but the compiler cannot know.
-ON_DEVICE uint32_t hidden_zero() { return uint32_t(thread_id_anew()) >> 16; }
 ON_DEVICE int block_id() { return int(blockIdx.x); }
 ON_DEVICE long long ticks() { return clock64(); }
 ON_DEVICE long long nanoseconds() {
@@ -30,41 +21,9 @@ ON_DEVICE long long nanoseconds() {
     return t;
 }
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
-// A message costs registers, so only a build for the search of a fault has it.
-ON_DEVICE void lost(const char* what, int where, uint32_t seen, uint32_t wanted) {
-#ifdef STRETTO_TELL
-    printf("stretto: CTA %d thread %d waits in vain for %s %d: %u, wants %u\n", block_id(), thread_id(), what, where, seen, wanted);
-#endif
-    __trap();
-}
-
-// CTAs hand each other 32-bit words that say of themselves whether they are there: nothing computed has all bits set, neither
-// a float nor a pair of bf16 (results that are no number have one fixed pattern, another one). So no barrier is needed, and
-// no fence: who reads asks again until all words are there. Reads and writes go to the second-level cache.
-constexpr uint32_t ABSENT = 0xffffffffu;
-
-ON_DEVICE uint4 peek4(const void* p) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-ON_DEVICE uint2 peek2(const void* p) {
-    uint2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-ON_DEVICE void post4(void* p, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-ON_DEVICE void post2(void* p, uint2 v) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
-}
-ON_DEVICE void post1(void* p, uint32_t v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-ON_DEVICE bool absent(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) == ABSENT; }
-ON_DEVICE bool absent(const uint2& v) { return max(v.x, v.y) == ABSENT; }
-ON_DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
-ON_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+ON_DEVICE void sync_all() { __syncthreads(); }
+ON_DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+ON_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // Two floats as bf16, the first one in the low half.
 ON_DEVICE uint32_t pack(float low, float high) {
@@ -72,7 +31,6 @@ ON_DEVICE uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-
 ON_DEVICE float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -82,43 +40,6 @@ ON_DEVICE float inverse_root(float x) { return rsqrtf(x); }
 ON_DEVICE float exponential(float x) { return __expf(x); }
 ON_DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
 
-// c += A B for A [16, 16] and B [16, 8] in bf16, spread over a warp as mma.m16n8k16 has them.
-ON_DEVICE void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The same with A as lanes read it: eight adjacent columns of a row of the upper half and of one of the lower, two products.
-struct Rows {
-    uint32_t at[8];
-
-    ON_DEVICE Rows() {}
-    // The matrix unit wants both rows in turn, in neighbouring registers. Without `zero` they would be moved there for every
-    // product anew.
-    ON_DEVICE Rows(const uint4& upper, const uint4& lower, uint32_t zero)
-        : at{upper.x ^ zero, lower.x ^ zero, upper.y ^ zero, lower.y ^ zero,
-             upper.z ^ zero, lower.z ^ zero, upper.w ^ zero, lower.w ^ zero} {}
-};
-ON_DEVICE void multiply_first(float (&c)[4], const Rows& a, const uint4& b) { multiply(c, a.at[0], a.at[1], a.at[2], a.at[3], b.x, b.y); }
-ON_DEVICE void multiply_second(float (&c)[4], const Rows& a, const uint4& b) { multiply(c, a.at[4], a.at[5], a.at[6], a.at[7], b.z, b.w); }
-
-// Four 8 x 8 matrices, transposed; lane l gives the address of row l % 8 of matrix l / 8.
-ON_DEVICE void load_transposed(uint32_t (&r)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_at(row)) : "memory");
-}
-
-ON_DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-ON_DEVICE void sync_warp() { __syncwarp(); }
-ON_DEVICE void sync_all() { __syncthreads(); }
-template <int THREADS>
-ON_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-// Warp groups of 128 threads hand registers to each other; at launch all have 168.
-ON_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
-ON_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
-
 using Barrier = uint64_t;
 
 ON_DEVICE void barrier_init(Barrier* b, uint32_t arrivals) {
@@ -126,9 +47,6 @@ ON_DEVICE void barrier_init(Barrier* b, uint32_t arrivals) {
 }
 ON_DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
-}
-ON_DEVICE void barrier_arrive(Barrier* b) {
-    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(shared_at(b)) : "memory");
 }
 ON_DEVICE void barrier_arrive_expecting(Barrier* b, uint32_t bytes) {
     asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }" ::"r"(shared_at(b)), "r"(bytes) : "memory");
@@ -143,7 +61,7 @@ ON_DEVICE void barrier_wait(Barrier* b, uint32_t parity) {
     if (barrier_passed(b, parity)) return;
     const long long begin = ticks();
     while (!barrier_passed(b, parity))
-        if (ticks() - begin > PATIENCE) lost("a stage at", int(shared_at(b)), parity, 0);
+        if (ticks() - begin > PATIENCE) __trap();
 }
 
 // Start copying `bytes` from global to shared memory; the barrier counts them as they come.
@@ -151,10 +69,6 @@ ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_at(to)), "l"(from), "r"(bytes), "r"(shared_at(b)) : "memory");
 }
-// Between what threads wrote and an asynchronous copy that reads or overwrites it.
-ON_DEVICE void before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-ON_DEVICE void pause() {}
 
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -195,7 +109,6 @@ ON_DEVICE void send2(Remote to, Remote barrier, float a, float b) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2,%3}, [%1];"
                  ::"r"(to), "r"(barrier), "f"(a), "f"(b) : "memory");
 }
-ON_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // Products of a warp group, asynchronous. Factors in shared memory have rows of 128 bytes whose 16-byte pieces are swapped by
 // the row's number in a group of eight; groups are 1024 bytes apart, and the first lies at a multiple of 1024.
@@ -231,20 +144,6 @@ ON_DEVICE void multiply_rows(float (&c)[32], const uint32_t (&a)[4], const void*
                  "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1; }"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile_at(b)), "r"(int(add)));
-}
-
-// Repeat `ask` until `absent` says that all is there. Code is dear here: a CTA runs most of it once a layer, and what does not
-// stay in the instruction cache costs more than what it does. So loops are loops, and nothing is there twice.
-template <class Ask, class Absent>
-ON_DEVICE void until_there(Ask ask, Absent absent) {
-    long long begin = 0;
-#pragma unroll 1
-    for (;;) {
-        ask();
-        if (!absent()) return;
-        if (begin == 0) begin = ticks();
-        if (ticks() - begin > PATIENCE) lost("words of another CTA", 0, 0, 0);
-    }
 }
 
 }  // namespace device

@@ -1,7 +1,7 @@
-"""All layers over few suffix tokens that also read a prefix's keys and values: in one launch, or in five each.
+"""All layers over few suffix tokens that also read a prefix's keys and values: as a chain of launches, or as separate kernels.
 
-One launch is a kernel in CUDA C++ (layers.cuda) for the sizes of pi0.5's expert on sm_90, compiled when it is first asked
-for. Where it does not run the layers are five Triton kernels each.
+The chain is in CUDA C++ (layers.cuda) for the sizes of pi0.5's expert on sm_90, compiled when it is first asked for. Where it
+does not run the layers are Triton kernels, six each.
 
 Shape legend: as in stream.py; L layers, P prefix tokens, K key/value heads, d head size.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.expert import ExpertKernel, Weights, expert_kernel
+from stretto.layers.cuda.chain import ExpertChain, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
@@ -54,30 +54,30 @@ def expert_layers(
         norms: the 2 L + 1 norms in the order in which layers meet them; tables lie evenly in memory.
         counters: as `gated_linear` takes them.
     """
-    kernel, _ = one_launch(stream, weights, norms, keys, shape)
+    chain, _ = chain_of(stream, weights, norms, keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
-    asked.add("separate" if kernel is None else "cuda")
-    if kernel is None:
+    asked.add("separate" if chain is None else "chain")
+    if chain is None:
         return separate_layers(stream, weights, norms, keys, shape, counters)
-    return kernel.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
+    return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
 
 
-def one_launch(
+def chain_of(
     stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
-) -> tuple[ExpertKernel | None, str]:
-    """Return the kernel that would run a call, or None; and where it is, or why it would not."""
+) -> tuple[ExpertChain | None, str]:
+    """Return the launches that would run a call, or None; and where they are, or why they would not."""
     device = stream.residual_BTD.device
     if device.type != "cuda":
-        return None, f"it does not run on {device.type}"
+        return None, f"they do not run on {device.type}"
     choice = tuned(OP, key_of(stream, weights, keys, shape), stream.scaled_BRD.dtype, device)
-    if (RULE if choice is None else choice["impl"]) != "cuda":
+    if (RULE if choice is None else choice["impl"]) != "chain":
         return None, "separate kernels are chosen"
     if (shape.kv_heads, shape.lead) != (1, 0):
-        return None, "it has one key/value head and no leading tokens"
-    kernel, said = expert_kernel(torch.cuda.current_device() if device.index is None else device.index)
-    if kernel is not None and not kernel.takes(weights, stream, norms[0], keys):
-        return None, "it was made for other sizes"
-    return kernel, said
+        return None, "they have one key/value head and no leading tokens"
+    chain, said = expert_chain(torch.cuda.current_device() if device.index is None else device.index)
+    if chain is not None and not chain.takes(weights, stream, norms[0], keys):
+        return None, "they were made for other sizes"
+    return chain, said
 
 
 def key_of(stream: Stream, weights: Sequence[Weights], keys: PrefixKV, shape: Shape) -> Key:
@@ -89,7 +89,7 @@ def key_of(stream: Stream, weights: Sequence[Weights], keys: PrefixKV, shape: Sh
 def separate_layers(
     stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape, counters: Tensor
 ) -> Stream:
-    """Run layers as five kernels each: norms are folded into the products behind them, sums into those before."""
+    """Run layers as separate kernels: norms are folded into the products behind them, sums into those before."""
     dtype, (heads, kv_heads, head_dim, theta, eps, lead) = stream.scaled_BRD.dtype, shape
     for i, w in enumerate(weights):
         first, second, third = norms[2 * i : 2 * i + 3]
@@ -132,14 +132,14 @@ def _run(choice: Config | None, *given: Any) -> Stream:
         return expert_layers(*given)
     if choice["impl"] == "separate":
         return separate_layers(*given)
-    kernel, said = expert_kernel(stream.residual_BTD.device.index or 0)
-    if kernel is None:
+    chain, said = expert_chain(stream.residual_BTD.device.index or 0)
+    if chain is None:
         raise RuntimeError(said)
-    return kernel.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
+    return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
 
 
 def _candidates(key: Key) -> list[Config]:
-    return [{"impl": "cuda"}, {"impl": "separate"}] if key[0] == 1 else [{"impl": "separate"}]
+    return [{"impl": "chain"}, {"impl": "separate"}] if key[0] == 1 else [{"impl": "separate"}]
 
 
-TUNABLES = (Tunable(OP, {"impl": ("cuda", "separate")}, _candidates, _inputs, _run),)
+TUNABLES = (Tunable(OP, {"impl": ("chain", "separate")}, _candidates, _inputs, _run),)
