@@ -104,14 +104,17 @@ def _unit_range(field: str, pixels: Array) -> Picture:
     return Picture(np.clip(pixels, 0.0, 1.0), outside)
 
 
-def resize(field: str, pixels_HWC: Array, size: tuple[int, int], method: Resizer) -> Array:
-    """Fit an accepted image into `size` = (height, width), keeping its aspect, with centred black padding.
+DTYPES: dict[Resizer, type[np.generic]] = {"pil": np.uint8, "torch": np.float32}
+"""What each method gives."""
 
-    Returns uint8 [R, R, 3] for `pil`, and float32 [R, R, 3] in -1..1 for `torch`.
+
+def resize_into(out: Array, field: str, pixels_HWC: Array, method: Resizer) -> None:
+    """Fit an accepted image into `out`, [R, R, 3] of the method's dtype, keeping its aspect, with centred black padding.
 
     Raises:
         ObservationError: if one side would shrink to nothing.
     """
+    size = out.shape[:2]
     height, width = pixels_HWC.shape[:2]
     ratio = max(width / size[1], height / size[0])
     inner = (int(height / ratio), int(width / ratio))
@@ -120,15 +123,25 @@ def resize(field: str, pixels_HWC: Array, size: tuple[int, int], method: Resizer
             field, got=f"{width}x{height} pixels", expected=f"an image that survives a resize to {size[1]}x{size[0]}"
         )
     if method == "pil":
-        return _resize_pil(_as_uint8(pixels_HWC), size, inner)
-    return _resize_torch(_as_float(pixels_HWC), size, inner)
+        _resize_pil(out, _as_uint8(pixels_HWC), inner)
+    else:
+        _resize_torch(out, _as_float(pixels_HWC), inner)
 
 
-def black(size: tuple[int, int], method: Resizer) -> Array:
-    """Return the picture that stands in for an absent camera."""
-    if method == "pil":
-        return np.zeros((*size, 3), np.uint8)
-    return np.full((*size, 3), -1.0, np.float32)
+def resize(field: str, pixels_HWC: Array, size: tuple[int, int], method: Resizer) -> Array:
+    """Return what `resize_into` makes, as an array of its own.
+
+    Raises:
+        ObservationError: if one side would shrink to nothing.
+    """
+    out = np.empty((*size, 3), DTYPES[method])
+    resize_into(out, field, pixels_HWC, method)
+    return out
+
+
+def blacken(out: Array, method: Resizer) -> None:
+    """Make `out` the picture that stands in for an absent camera."""
+    out.fill(0 if method == "pil" else -1.0)
 
 
 def _as_uint8(pixels: Array) -> Array:
@@ -140,22 +153,26 @@ def _as_float(pixels: Array) -> Array:
     return pixels.astype(np.float32) / np.float32(255) if pixels.dtype == np.uint8 else pixels
 
 
-def _resize_pil(pixels: Array, size: tuple[int, int], inner: tuple[int, int]) -> Array:
-    if pixels.shape[:2] == size:
-        return np.array(pixels)
+def _resize_pil(out: Array, pixels: Array, inner: tuple[int, int]) -> None:
+    if pixels.shape == out.shape:
+        out[...] = pixels
+        return
     small = Image.fromarray(np.ascontiguousarray(pixels)).resize((inner[1], inner[0]), Image.Resampling.BILINEAR)
-    out = np.zeros((*size, 3), np.uint8)
-    top, left = (size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2
-    out[top : top + inner[0], left : left + inner[1]] = np.asarray(small)
-    return out
+    blacken(out, "pil")
+    _middle(out, inner)[...] = np.asarray(small)
 
 
-def _resize_torch(pixels: Array, size: tuple[int, int], inner: tuple[int, int]) -> Array:
-    if pixels.shape[:2] == size:
-        return np.asarray(pixels * np.float32(2) - np.float32(1))
+def _resize_torch(out: Array, pixels: Array, inner: tuple[int, int]) -> None:
+    if pixels.shape == out.shape:
+        np.multiply(pixels, np.float32(2), out=out)
+        out -= np.float32(1)
+        return
     chw = torch.from_numpy(np.array(np.moveaxis(pixels, -1, 0), order="C"))
     small = F.interpolate(chw[None], size=inner, mode="bilinear", align_corners=False)[0].clamp(0.0, 1.0)
-    out = np.full((*size, 3), -1.0, np.float32)
-    top, left = (size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2
-    out[top : top + inner[0], left : left + inner[1]] = small.permute(1, 2, 0).numpy() * np.float32(2) - np.float32(1)
-    return out
+    blacken(out, "torch")
+    _middle(out, inner)[...] = small.permute(1, 2, 0).numpy() * np.float32(2) - np.float32(1)
+
+
+def _middle(out: Array, inner: tuple[int, int]) -> Array:
+    top, left = (out.shape[0] - inner[0]) // 2, (out.shape[1] - inner[1]) // 2
+    return out[top : top + inner[0], left : left + inner[1]]

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from stretto.core.errors import ConfigError, NonFiniteActionsError, ObservationError
-from stretto.processors.images import black, resize
+from stretto.processors.images import DTYPES, blacken, resize_into
 from stretto.processors.lerobot import Stats, lerobot_spec
 from stretto.processors.openpi import OpenpiOptions, openpi_spec
 from stretto.processors.presets import KeyMap
@@ -40,7 +40,7 @@ class FieldSchema(TypedDict):
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One observation as the model takes it; the arrays belong to the caller."""
+    """One observation as the model takes it; the arrays belong to the caller, who may have brought the pictures' own."""
 
     images: Array
     """[C, R, R, 3]: uint8 (openpi), or float32 in -1..1 (LeRobot)."""
@@ -131,8 +131,8 @@ class PolicyProcessor:
         spec = openpi_spec(Path(folder), family=family, preset=preset, options=options, degenerate=degenerate)
         return PolicyProcessor(spec, load_tokenizer(Path(tokenizer or folder)), default_prompt)
 
-    def preprocess(self, observation: Mapping[str, object]) -> ModelInputs:
-        """Check one observation and turn it into what the model takes.
+    def preprocess(self, observation: Mapping[str, object], images: Array | None = None) -> ModelInputs:
+        """Check one observation and turn it into what the model takes; into `images`, where the caller has room for them.
 
         Raises:
             ObservationError: naming the field, what was given and what was expected.
@@ -140,15 +140,14 @@ class PolicyProcessor:
         """
         spec = self.spec
         checked = check_observation(observation, spec.keys, spec.state_dim, self.default_prompt)
+        if images is None:
+            images = np.empty((len(spec.slots), *spec.resolution, 3), DTYPES[spec.resizer])
         names = {i.slot: i.key for i in spec.keys.images}
-        images = np.stack(
-            [
-                resize(names[slot], checked.pictures[slot].pixels_HWC, spec.resolution, spec.resizer)
-                if slot in checked.pictures
-                else black(spec.resolution, spec.resizer)
-                for slot in spec.slots
-            ]
-        )
+        for image, slot in zip(images, spec.slots, strict=True):
+            if slot in checked.pictures:
+                resize_into(image, names[slot], checked.pictures[slot].pixels_HWC, spec.resizer)
+            else:
+                blacken(image, spec.resizer)
         context, state = self._model_state(checked.state_S)
         # The last step pads, so the state before it is the normalised one at the robot's own width.
         ids = spec.prompt.encode(spec.keys.prompt, self.tokenizer, checked.prompt, context.states[-2])
@@ -216,8 +215,9 @@ class PolicyProcessor:
         return context, state
 
     def _require_finite(self, where: str, actions_HA: Array) -> None:
-        bad = np.argwhere(~np.isfinite(actions_HA))
-        if bad.size:
+        finite = np.isfinite(actions_HA)
+        if not finite.all():
+            bad = np.argwhere(~finite)
             step, dim = bad[0].tolist()
             raise NonFiniteActionsError(
                 f"actions: got {len(bad)} NaN or infinite values of {actions_HA.size} ({where} space, first at step {step}, "

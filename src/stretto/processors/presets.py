@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -67,6 +68,12 @@ class KeyMap:
             )
         if sum(s.width is None for s in self.state) > 1:
             raise ConfigError("key_map.state", got="several keys without a width", expected="one at most")
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Every key that the map speaks of."""
+        named = {i.key for i in self.images} | {s.key for s in self.state}
+        return frozenset({*named, self.prompt, *self.prompt_aliases, *self.ignored})
 
     def onto(self, cameras: Sequence[str], required: Sequence[str]) -> KeyMap:
         """Lay the map onto a checkpoint's own camera names: by name where they match, else in order.

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from stretto.core.errors import PromptTooLongError
-from stretto.processors.stats import Array
+from stretto.processors.stats import Array, widened
 from stretto.processors.tokenizers import Tokenizer
 
 BINS = np.linspace(-1.0, 1.0, 257)[:-1]
@@ -30,7 +30,8 @@ Style = Literal["task_state", "newline_token", "newline_text"]
 
 def state_bins(state_S: Array) -> list[int]:
     """Return the bin of each normalised value."""
-    return [int(b) for b in np.digitize(state_S, BINS) - 1]
+    bins: list[int] = (BINS.searchsorted(state_S, side="right") - 1).tolist()
+    return bins
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class PromptFormat:
         cleaned = instruction.strip().replace("_", " ").replace("\n", " ")
         if self.style == "newline_token":
             return (cleaned, "\n")
-        padded = np.pad(state_S, (0, max(0, self.pad_state_to - len(state_S))))
-        return (f"Task: {cleaned}, State: {' '.join(map(str, state_bins(padded)))};\nAction: ",)
+        bins = state_bins(widened(state_S, self.pad_state_to))
+        return (f"Task: {cleaned}, State: {' '.join(map(str, bins))};\nAction: ",)
 
     def encode(self, field: str, tokenizer: Tokenizer, instruction: str, state_S: Array) -> list[int]:
         """Return the token ids, beginning of sequence first, without padding.

@@ -52,6 +52,12 @@ LEROBOT = Rule("lerobot", 1e-8, False, np.float32)
 OPENPI = Rule("openpi", 1e-6, True, np.float64)
 
 
+def widened(x: Array, width: int) -> Array:
+    """Return x, [..., D], with zeros up to `width`; x itself if it is as wide."""
+    missing = width - x.shape[-1]
+    return x if missing <= 0 else np.concatenate((x, np.zeros((*x.shape[:-1], missing), x.dtype)), axis=-1)
+
+
 @dataclass(frozen=True)
 class Normalizer:
     """Take one feature to model space and back; every array is [D]."""

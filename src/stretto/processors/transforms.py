@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from stretto.processors.stats import Array, Normalizer
+from stretto.processors.stats import Array, Normalizer, widened
 
 
 class Transform(Protocol):
@@ -107,10 +107,10 @@ class Pad:
     robot_action_dim: int
 
     def state(self, state_S: Array) -> Array:
-        return np.pad(state_S, (0, self.state_dim - state_S.shape[-1]))
+        return widened(state_S, self.state_dim)
 
     def to_model(self, actions_HA: Array, state_S: Array) -> Array:
-        return np.pad(actions_HA, ((0, 0), (0, self.action_dim - actions_HA.shape[-1])))
+        return widened(actions_HA, self.action_dim)
 
     def to_robot(self, actions_HA: Array, state_S: Array) -> Array:
         return actions_HA[..., : self.robot_action_dim]

@@ -60,17 +60,17 @@ def _flatten(observation: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_cameras(flat: Mapping[str, object], keys: KeyMap) -> None:
+    extra = [k for k, v in flat.items() if k not in keys.known and (_is_image(v) or k.startswith("images/"))]
+    missing = [i.key for i in keys.images if i.required and flat.get(i.key) is None]
+    if not (missing or extra):
+        return
     required = [i.key for i in keys.images if i.required]
     optional = [i.key for i in keys.images if not i.required]
     cameras = f"cameras {required}" + (f", optional {optional}" if optional else "")
-    known = {i.key for i in keys.images} | {s.key for s in keys.state} | {keys.prompt, *keys.prompt_aliases, *keys.ignored}
-    extra = [k for k, v in flat.items() if k not in known and (_is_image(v) or k.startswith("images/"))]
-    missing = [k for k in required if flat.get(k) is None]
     if missing:
         came = sorted(flat)
         raise ObservationError(", ".join(missing), got=f"no such camera among {came}", expected=cameras)
-    if extra:
-        raise ObservationError(", ".join(sorted(extra)), got="a camera that the policy does not know", expected=cameras)
+    raise ObservationError(", ".join(sorted(extra)), got="a camera that the policy does not know", expected=cameras)
 
 
 def _is_image(value: object) -> bool:
