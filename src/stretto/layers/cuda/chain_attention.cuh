@@ -11,8 +11,8 @@ constexpr int SUFFIX_KEYS = (MAX_TOKENS + KEY_CUTS - 1) / KEY_CUTS, MAX_PREFIX =
 static_assert(QUERIES == 64 && MAX_PREFIX == 968);
 
 constexpr int KEY_CHUNK = KEYS * 128, QUERY_CHUNK = QUERIES * 128, HEAD_CHUNKS = HEAD / 64;
-constexpr int V_AT = HEAD_CHUNKS * KEY_CHUNK, Q_AT = V_AT + HEAD_CHUNKS / 2 * KEY_CHUNK, VALID_AT = Q_AT + HEAD_CHUNKS * QUERY_CHUNK;
-constexpr int TOPS_AT = VALID_AT + KEYS, ATTENTION_BARRIERS_AT = TOPS_AT + KEY_CUTS * HEADS * 8;
+constexpr int V_AT = HEAD_CHUNKS * KEY_CHUNK, Q_AT = V_AT + HEAD_CHUNKS / 2 * KEY_CHUNK, BIAS_AT = Q_AT + HEAD_CHUNKS * QUERY_CHUNK;
+constexpr int TOPS_AT = BIAS_AT + KEYS * 4, ATTENTION_BARRIERS_AT = TOPS_AT + KEY_CUTS * HEADS * 8;
 constexpr int ATTENTION_BYTES = ATTENTION_BARRIERS_AT + (HEAD_CHUNKS + 1) * 8;
 // What ranks send each other takes the place of keys.
 constexpr int SENT_BYTES = HEADS * HALF * 4;
@@ -27,7 +27,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     const int cluster = device::block_id() / KEY_CUTS, block = cluster / 2, half = cluster % 2, rank = device::rank_in_cluster();
     const int tokens = a.all.tokens, span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
     char *keys = shared, *values = shared + V_AT, *queries = shared + Q_AT;
-    uint8_t* valid = reinterpret_cast<uint8_t*>(shared + VALID_AT);
+    float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
     device::Barrier* barriers = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
     device::Barrier* sent = barriers + HEAD_CHUNKS;
     if (who.thread <= HEAD_CHUNKS) device::barrier_init(barriers + who.thread, 1);
@@ -35,7 +35,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     const int bound = min(max(*a.length, 0), a.prefix);
     const int64_t slot = *a.slot * a.slot_step;
     const auto place = [](int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; };
-    // Zeros where there is no key, and no number may come of what is masked.
+    // Zeros where there is no key: what is masked must be a number.
 #pragma unroll 2
     for (int i = who.thread; i < KEYS * 32; i += GROUP) {
         const int row = i / 32, piece = i % 32, key = rank * span + row;
@@ -52,7 +52,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::end_fetches();
     {
         const int row = who.thread, key = rank * span + row;
-        valid[row] = row < span ? key < bound && a.mask[key] : row < span + own && rank * own + row - span < tokens;
+        const bool valid = row < span ? key < bound && a.mask[key] : row < span + own && rank * own + row - span < tokens;
+        bias[row] = valid ? 0.0f : -2.0e30f;
     }
     ask_ahead(a.all.ahead, GROUP);
     device::barriers_ready();
@@ -82,10 +83,10 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     stamp(a.all, 3);
 
     float s[64];
-    device::products_begin();
-#pragma unroll
+#pragma unroll 1
     for (int c = 0; c < HEAD_CHUNKS; ++c) {
         device::barrier_wait(barriers + c, 0);
+        device::products_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) device::multiply_128(s, queries + c * QUERY_CHUNK + k * 32, keys + c * KEY_CHUNK + k * 32, c + k > 0);
     }
@@ -97,10 +98,10 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     float top[2] = {-1.0e30f, -1.0e30f}, total[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
-        const uint16_t both = *reinterpret_cast<const uint16_t*>(valid + n * 8 + who.t * 2);
+        const float2 both = *reinterpret_cast<const float2*>(bias + n * 8 + who.t * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[4 * n + i] = (i % 2 ? both >> 8 : both & 0xff) ? s[4 * n + i] * scale : -2.0e30f;
+            s[4 * n + i] = s[4 * n + i] * scale + (i % 2 ? both.y : both.x);
             top[i / 2] = fmaxf(top[i / 2], s[4 * n + i]);
         }
     }
@@ -111,7 +112,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-        s[i] = s[i] < -1.5e30f ? 0.0f : device::power_of_two(s[i] - top[i % 4 / 2]);
+        s[i] = device::power_of_two(s[i] - top[i % 4 / 2]);
         total[i % 4 / 2] += s[i];
     }
 #pragma unroll
@@ -160,9 +161,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         sum += tops[r * HEADS].y * share[r];
     }
     const float over = sum > 0.0f ? 1.0f / sum : 1.0f;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-        const int j = who.w + 4 * u;
+#pragma unroll 1
+    for (int j = who.w; j < 8; j += 4) {
         float4 all = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int r = 0; r < KEY_CUTS; ++r) {
