@@ -18,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,49 +32,85 @@ from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
 
 CROWD = "portfolio"
+UNBATCHED = {"serial", "by_step", "by_block", "by_stage", "circular"}
 SHOWN = (
-    "model", "chunk_frames", "window_frames", "decoder", "plan", "output_interval_ms", "response_latency_ms", "mode",
-    "idle_share", "graphs", "captured_while_measured", "eager_chunks", "predicted", "skipped", "error", "not_run",
+    "model", "chunk_frames", "window_frames", "decoder", "precision", "plan", "output_interval_ms", "response_latency_ms",
+    "mode", "idle_share", "graphs", "captured_while_measured", "eager_chunks", "predicted", "decode", "spent", "profile_s",
+    "skipped", "error", "not_run",
 )  # fmt: skip
 
-Shape = tuple[int, str, str, int]
-"""(window frames, decoder, model, chunk frames): one model to build, some plans to run."""
+
+@dataclass(frozen=True)
+class Shape:
+    """One model to build, some plans to run."""
+
+    model: str
+    frames: int
+    window: int
+    decoder: str
+    precision: str
+    plans: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> dict[str, Any]:
+        shape = {"model": self.model, "chunk_frames": self.frames, "window_frames": self.window, "decoder": self.decoder}
+        return shape | {"precision": self.precision}
 
 
 def shapes_of(args: argparse.Namespace) -> list[Shape]:
-    """List the shapes, what matters most first."""
+    """List the shapes, what matters most first: those of `--cases`, or all combinations of the other options."""
+    if args.cases:
+        return [read_case(text, args) for text in args.cases]
     found = itertools.product(args.windows, args.decoders, args.chunk_frames, args.models)
-    return [(window, decoder, model, frames) for window, decoder, frames, model in found]
+    plans = tuple(args.plans)
+    return [Shape(model, frames, window, decoder, args.precision, plans) for window, decoder, frames, model in found]
 
 
-def plans_of(args: argparse.Namespace, devices: tuple[str, ...], decoder: str) -> tuple[str, ...]:
+def read_case(text: str, args: argparse.Namespace) -> Shape:
+    """Read `model/frames/plan,plan[/option...]`; an option is `w9` (window), a decoder or a precision."""
+    model, frames, plans, *options = text.split("/")
+    windows = [int(option[1:]) for option in options if option[:1] == "w" and option[1:].isdigit()]
+    decoders = [option for option in options if option in ("none", "light", "vae")]
+    precisions = [option for option in options if option.startswith("fp8")]
+    (window,), (decoder,), (precision,) = windows or args.windows[:1], decoders or ["none"], precisions or [args.precision]
+    names = tuple(name for name in plans.split(",") if name)
+    unknown = sorted({*names} - {*ONE, *SEVERAL, CROWD})
+    if unknown or len(windows) + len(decoders) + len(precisions) != len(options):
+        raise SystemExit(f"--cases: cannot read {text!r}")
+    return Shape(TINY if args.small else model, int(frames), window, decoder, precision, names)
+
+
+def plans_of(shape: Shape, devices: tuple[str, ...]) -> tuple[str, ...]:
     """Return the plans of a shape; with a decoder, those that bracket what it changes."""
     known = (*fitting(devices), CROWD)
-    wanted = args.plans or (known if decoder == "none" else ("whole", "batched", "by_step", "by_block_batched", CROWD))
+    wanted = shape.plans or (known if shape.decoder == "none" else ("whole", "batched", "by_step", "by_block_batched", CROWD))
     return tuple(name for name in wanted if name in known)
 
 
 def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, until: float) -> Iterator[dict[str, Any]]:
     """Yield the rows of a shape; a row that cannot be run says so."""
-    window, decoder, model, frames = shape
-    names = list(plans_of(args, devices, decoder))
+    names, model, heading = list(plans_of(shape, devices)), shape.model, shape.heading
     sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
-    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds, sustained_s=sustained_s)
-    heading = {"model": model, "chunk_frames": frames, "window_frames": window, "decoder": decoder}
+    # Where no plan makes batches, what they would cost is not measured.
+    batches = (1,) if set(names) <= UNBATCHED else ()
+    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds, sustained_s=sustained_s, batches=batches)
+    began = time.monotonic()
     try:
         blocks = 8 if model == TINY else None
         config = config_of(
-            model, blocks=blocks, frames_per_chunk=frames, window_frames=window, decoder=decoder, dtype=args.dtype
-        )
+            model, blocks=blocks, frames_per_chunk=shape.frames, window_frames=shape.window, decoder=shape.decoder,
+            precision=shape.precision, dtype=args.dtype if shape.precision == "dtype" else "bfloat16",
+        )  # fmt: skip
         bench = WorldBench(config, case)
     except Exception as error:  # one shape must not cost the others their figures
         yield heading | {"error": f"{type(error).__name__}: {error}"}
         return
     profiled = json.loads(bench.profile.to_json())
+    profile_s = round(time.monotonic() - began, 2)
     while names and time.monotonic() < until:
-        name = names.pop(0)
-        for row in (crowded(bench, heading),) if name == CROWD else bench.rows((name,)):
-            yield row | {"profile": profiled, "slow": bench.slow}
+        name, left_s = names.pop(0), until - time.monotonic()
+        for row in (crowded(bench, heading),) if name == CROWD else bench.rows((name,), left_s):
+            yield row | {"profile": profiled, "slow": bench.slow, "profile_s": profile_s}
     for name in names:
         yield heading | {"plan": name, "not_run": "out of time"}
 
@@ -88,7 +125,7 @@ def crowded(bench: WorldBench, heading: dict[str, Any]) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each shape, the rate of every plan over that of the better plan on one GPU."""
     measured = [row for row in rows if "frames_per_s" in row]
-    keys = ("model", "chunk_frames", "window_frames", "decoder")
+    keys = ("model", "chunk_frames", "window_frames", "decoder", "precision")
     out = []
     for key, some in itertools.groupby(measured, key=lambda row: tuple(row[k] for k in keys)):
         group = list(some)
@@ -106,6 +143,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk-frames", nargs="*", type=int, default=[1, 3])
     parser.add_argument("--windows", nargs="*", type=int, default=[21, 9])
     parser.add_argument("--decoders", nargs="*", default=["none", "vae"], choices=["none", "light", "vae"])
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help="model/frames/plan,plan[/w9][/vae][/fp8], in this order; in place of the rest"
+    )
+    parser.add_argument(
+        "--precision", default="dtype", choices=["dtype", "fp8", "fp8-emulated"], help="of the blocks' products"
+    )
     parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL, CROWD], help="all that fit by default")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured span of each row")

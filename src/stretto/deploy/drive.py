@@ -105,12 +105,14 @@ def drive(
     warm_s: float = 0.0,
     seconds: float,
     least: int = 4,
+    burst: int = 1,
     timeout_s: float = 120.0,
 ) -> Measured:
     """Run streams with `in_flight` chunks each under way, and measure once they are steady.
 
     Steady means: `warm_chunks` chunks of each are done, for `warm_s`, and the last of them needed no new capture. The span
-    then lasts `seconds`, or until `least` chunks of each stream where that is longer. Chunks are left under way.
+    then lasts `seconds`, or until `least` chunks of each stream where that is longer, and on until `burst` divides their
+    number: chunks that come out together count together. Chunks are left under way.
 
     Raises:
         StrettoError: whatever a chunk failed with.
@@ -137,7 +139,7 @@ def drive(
     rows = [[done] for done in last]
     before = engine.captures
     until = time.perf_counter() + seconds
-    while len(rows[0]) <= least or time.perf_counter() < until:
+    while len(rows[0]) <= least or time.perf_counter() < until or (len(rows[0]) - 1) % burst:
         for row, done in zip(rows, turn(), strict=True):
             row.append(done)
     return Measured(rows, warmed, engine.captures, before)

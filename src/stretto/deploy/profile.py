@@ -276,8 +276,9 @@ def _memory_of(device: torch.device) -> int:
 
 
 def facts_of(config: WanConfig) -> dict[str, Any]:
-    """Return what a profile of a world model says of its chunk shape."""
-    return {
+    """Return what a profile of a world model says of its chunk shape; the precision where it is not that of the dtype."""
+    other = {} if config.precision == "dtype" else {"precision": config.precision}
+    return other | {
         "tokens": config.frames_per_chunk * config.tokens_per_frame,
         "window_tokens": config.window_frames * config.tokens_per_frame,
         "frames_per_chunk": config.frames_per_chunk,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +33,7 @@ from stretto.runtime.profiler import Times, hop_ms
 
 ACTION_HORIZON = 32  # of the action chunks that frames are converted to
 _CONTEXT_BYTES = 2 * 10**9
+START_S = 3.0  # of an engine: weights, rings, graphs
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,20 @@ class WorldBench:
         """The first chunk whose rings are full."""
         return -(-self.config.window_frames // self.config.frames_per_chunk)
 
-    def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield a row for each plan; one that does not fit or fails says so in `skipped` or `error`."""
+    def rows(self, names: Sequence[str], left_s: float = math.inf) -> Iterator[dict[str, Any]]:
+        """Yield a row for each plan; one that does not fit or fails says so in `skipped` or `error`.
+
+        One that would take longer than what is left of `left_s` says so in `not_run`.
+        """
+        until = time.monotonic() + left_s
         for name in names:
             row = self.heading(name)
             try:
                 plan = plan_of(name, self.profile, self.case.devices, self.case.mode)
                 short = self.short_of_memory(plan)
+                if left_s < math.inf and time.monotonic() + (need_s := self.seconds(plan)) > until:
+                    yield row | {"not_run": f"out of time: {need_s:.0f} s"}
+                    continue
                 yield row | ({"skipped": short} if short else self.run(plan))
             except Exception as error:  # one case must not cost the others their figures
                 yield row | {"error": f"{type(error).__name__}: {error}"}
@@ -107,6 +117,7 @@ class WorldBench:
             "window_frames": config.window_frames,
             "denoise_steps": config.denoise_steps,
             "decoder": config.decoder,
+            "precision": config.precision,
             "plan": plan,
             "devices": len(case.devices) if plan in SEVERAL else 1,
             "streams": case.streams,
@@ -135,8 +146,12 @@ class WorldBench:
         slots = state_slots(describes, plan, device, self.held(plan))
         state = state_on(describes, plan, device)
         chunks = 2 * plan.batch_cap(device) * max(1, self.case.streams) + plan.in_flight
+        weights = sum(self.profile.stage(s).weight_bytes for s in stages)
+        blocks = sum(self.profile.stage(s).weight_bytes for s in stages if s.startswith("block."))
+        coded = {} if self.config.precision == "dtype" else {"coded_weight_bytes": blocks // 2}
         return {
-            "weight_bytes": sum(self.profile.stage(s).weight_bytes for s in stages),
+            "weight_bytes": weights,
+            **coded,
             "state_bytes": sum(slots[pool] * spec.nbytes for pool, some in state.items() for spec in some.values()),
             "value_bytes": (chunks + 1) * self.profile.chunk_bytes,
         }
@@ -147,9 +162,11 @@ class WorldBench:
         for name in used:
             if name.startswith("cuda"):
                 torch.cuda.reset_peak_memory_stats(name)
+        began = time.monotonic()
         engine = self.engine(plan)
         try:
             engine.warm()
+            ready = time.monotonic()
             streams = [engine.open(seed=i) for i in range(self.case.streams)]
             spec = engine.model.conditions["context"]
             for stream in streams:
@@ -163,12 +180,27 @@ class WorldBench:
                 warm_chunks=plan.in_flight + 2,
                 warm_s=0.5 * self.case.seconds,  # under load clocks fall
                 seconds=self.case.seconds,
+                burst=plan.in_flight,
             )
+            ended = time.monotonic()
         finally:
             engine.close()
         peaks = {n: torch.cuda.max_memory_allocated(n) for n in used if n.startswith("cuda")}
         memory = {n: self.memory(plan, n) | ({"peak_bytes": peaks[n]} if n in peaks else {}) for n in used}
-        return self.figures(plan, measured) | {"memory": memory, "graphs": measured.captures, "carriage": engine.carriage}
+        spent = {"start_s": round(ready - began, 2), "run_s": round(ended - ready, 2)}
+        return self.figures(plan, measured) | {
+            "memory": memory, "graphs": measured.captures, "carriage": engine.carriage, "spent": spent,
+        }  # fmt: skip
+
+    def seconds(self, plan: Plan) -> float:
+        """Return about how long `run` takes, by the simulator: start, warming up, and the measured span."""
+        interval_s = self.expected(plan)["output_interval_ms"] / 1e3
+        warm_s = max(0.5 * self.case.seconds, (plan.in_flight + 2) * interval_s)
+        return START_S + warm_s + max(self.case.seconds, 4 * interval_s) + plan.in_flight * interval_s
+
+    def expected(self, plan: Plan) -> dict[str, float]:
+        """Return what the simulator says of a plan, as it is run here: by credits alone, without admission slots."""
+        return predicted(self.profile, replace(plan, admission=()), self.case.streams, self.slow)
 
     def held(self, plan: Plan) -> Streams:
         """Return the streams that an engine holds: one of each class where a plan has several."""
@@ -220,8 +252,7 @@ class WorldBench:
             "output_interval_ms_p99": round(intervals.p99, 3),
             "response_latency_ms": round(latency.p50, 3),
             "response_latency_ms_p99": round(latency.p99, 3),
-            # The engine admits by credits alone.
-            "predicted": predicted(self.profile, replace(plan, admission=()), self.case.streams, self.slow),
+            "predicted": self.expected(plan),
             "eager_chunks": sum(chunk.mode == "eager" for chunk in chunks),
             "captured_while_measured": measured.captures - measured.captures_before,
             "chunks": len(chunks),
