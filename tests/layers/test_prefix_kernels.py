@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels import gemm, linear_layer_norm, linear_rope
+from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
+from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.fp8_activation import to_fp8
 from stretto.layers.kernels.layer_norm import add_layer_norm, launch_affine
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
+from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
 from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
@@ -95,6 +98,33 @@ def test_a_product_split_over_its_inner_width_is_summed_by_the_norm_after_it(spl
     want = linear_add_layer_norm.reference(x, weight, bias, residual, norm[0], norm[1], 1e-6)
     for a, b in zip(got, want, strict=True):
         agree(a, b)
+
+
+@kernel_test
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulated_norm_after_it(splits: int) -> None:
+    x, weight = normal(2, 5, 192), normal(64, 192, seed=1) / 8
+    residual, lines = normal(2, 5, 64, seed=2).float(), normal(2, 3, 192, seed=3).float() / 2
+    rows = torch.tensor([2, 0], device=DEVICE)
+    modulations = Modulation(lines[0], rows), Modulation(lines[1], rows)
+    want = linear_add_ada_rms_norm.reference(x, weight, residual, *modulations, 1e-6, torch.float32)
+    choice = {**SMALL.config, "splits": splits}
+    got = linear_ada_rms_norm.run(choice, x, weight, residual, *modulations, 1e-6, torch.float32)
+    for a, b in zip(got, want, strict=True):
+        agree(a, b)
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no e4m3")
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_written_in_e4m3_is_the_code_of_attention(masked: bool) -> None:
+    q, k, v = normal(2, 40, 4, 64), normal(3, 70, 1, 64, seed=1), normal(3, 70, 1, 64, seed=2)
+    slots, multiplier = torch.tensor([2, 1], device=DEVICE), torch.full((1,), 40.0, device=DEVICE)
+    mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8 if masked else None
+    cut = Tiling(32, 32, 4, 2)
+    plain = tma_attention(q, k, v, cut, slots_B=slots, mask_BN=mask)
+    coded = tma_attention(q, k, v, cut, slots_B=slots, mask_BN=mask, multiplier=multiplier)
+    assert torch.equal(coded.float(), to_fp8(plain, multiplier).float())
 
 
 @kernel_test

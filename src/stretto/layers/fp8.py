@@ -22,6 +22,8 @@ from torch.nn.functional import linear
 from stretto.core.errors import ConfigError
 from stretto.layers.kernels.activation import geglu, gelu_tanh
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
+from stretto.layers.kernels.attention import attention, prefix_attention
+from stretto.layers.kernels.coded_attention import attention_fp8, prefix_attention_fp8
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
 from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
 from stretto.layers.kernels.fp8_linear_add import fp8_linear_add
@@ -53,6 +55,14 @@ class Reader(Protocol):
 
     def gelu_of(self, before: Any, x: Tensor) -> Tensor: ...
     def plain(self, x: Tensor) -> Tensor: ...
+    def attended(self, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor) -> Tensor:
+        """Return attention over fresh keys, [B, T, H d]."""
+        ...
+
+    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
+        """Return attention over the keys of a slot, [B, T, H d]."""
+        ...
+
     def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (residual + product, None), or (residual, product), as the norm behind takes either."""
         ...
@@ -124,6 +134,12 @@ class Fp8Linear:
     def plain(self, x: Tensor) -> Tensor:
         return to_fp8(x, self.multiplier)
 
+    def attended(self, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor) -> Tensor:
+        return attention_fp8(q_BTHd, k_BNKd, v_BNKd, self.multiplier).flatten(2)
+
+    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
+        return prefix_attention_fp8(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, self.multiplier).flatten(2)
+
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
 
@@ -170,6 +186,12 @@ class ObservedLinear:
 
     def plain(self, x: Tensor) -> Tensor:
         return x
+
+    def attended(self, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor) -> Tensor:
+        return attention(q_BTHd, k_BNKd, v_BNKd).flatten(2)
+
+    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
+        return prefix_attention(q_BTHd, k_SPKd, v_SPKd, slots_B, key_mask_BP=mask_BP).flatten(2)
 
     def __call__(self, x: Tensor) -> Tensor:
         torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)

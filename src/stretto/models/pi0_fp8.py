@@ -19,7 +19,7 @@ from torch.nn.functional import embedding
 
 from stretto.core.errors import ConfigError
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
-from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
+from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.rope import rope
@@ -91,7 +91,7 @@ class Fp8Net:
         for i, (block, its) in enumerate(zip(blocks, readers, strict=True)):
             qkv = its.qkv(x)
             q, k, v = qkv.view(*qkv.shape[:-1], 3, block.heads, -1).unbind(2)
-            residual, y = its.out.onto(residual, its.out.plain(attention(q, k, v).flatten(2)))
+            residual, y = its.out.onto(residual, its.out.attended(q, k, v))
             x, residual = its.up.layer_normed(residual, y, block.norm2.weight, block.norm2.bias, eps)
             residual, y = its.down.onto(residual, its.down.gelu_of(its.up, x))
             if i + 1 < len(blocks):
@@ -116,8 +116,7 @@ class Fp8Net:
         for i, its in enumerate(self._prefix):
             k, v = arena.layer(i, mask_BP.shape[1])
             q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
-            attended = prefix_attention(q, k, v, arena.slots_B, key_mask_BP=mask_BP).flatten(2)
-            residual, y = its.out.onto(residual, its.out.plain(attended))
+            residual, y = its.out.onto(residual, its.out.prefix_attended(q, k, v, arena.slots_B, mask_BP))
             x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
             residual, y = its.down.onto(residual, its.down.geglu_of(its.up, x))
             x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)

@@ -99,11 +99,12 @@ def _sdpa(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask: Tensor | None, s
 def attention_triton(
     q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    choice = _choice("attention", q_BTHd, k_BNKd, v_BNKd, key_mask_BN)
+    choice = chosen("attention", q_BTHd, k_BNKd, v_BNKd, key_mask_BN)
     return run_attention(choice, q_BTHd, k_BNKd, v_BNKd, key_mask_BN, scale)
 
 
-def _choice(op: str, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask_BN: Tensor | None) -> Config | None:
+def chosen(op: str, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask_BN: Tensor | None) -> Config | None:
+    """Return the measured choice of a call, if there is one."""
     if not tma.takes(q_BTHd, k_BNKd, v_BNKd, mask_BN):
         return None
     batch, tokens, heads, head_dim = q_BTHd.shape
@@ -156,7 +157,7 @@ def prefix_attention_triton(
     scale: float | None = None,
 ) -> Tensor:
     if k_suffix_BTKd is None and length_B is None and key_mask_BP is not None:
-        choice = _choice("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
+        choice = chosen("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
         return run_prefix_attention(choice, q_BTHd, k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, scale)
     keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
     if k_suffix_BTKd is None:
@@ -178,7 +179,7 @@ def run_prefix_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Run one choice over the keys of a slot; None is the rule."""
-    choice = choice or _prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
+    choice = choice or prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
     if choice is not None and choice["impl"] == "cudnn":
@@ -186,7 +187,7 @@ def run_prefix_attention(
     return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)
 
 
-def _prefix_rule(q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, mask_BP: Tensor) -> Config | None:
+def prefix_rule(q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, mask_BP: Tensor) -> Config | None:
     """Wide heads and many queries on Hopper take the TMA kernel, in the tile that was fastest wherever it was measured."""
     batch, tokens, heads, head_dim = q_BTHd.shape
     if tokens < 256 or head_dim != 256 or not (gemm.on_hopper(q_BTHd) and tma.takes(q_BTHd, k_SPKd, v_SPKd, mask_BP)):

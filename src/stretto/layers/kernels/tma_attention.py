@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels.fp8_activation import E4M3
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.tuning import Config
 
@@ -56,6 +57,7 @@ def _tma_attention_kernel(
     v: tl.tensor,
     out: tl.tensor,
     slots: tl.tensor,
+    multiplier: tl.tensor,
     mask: tl.tensor,
     mask_b: tl.tensor,
     keys: tl.tensor,
@@ -63,6 +65,7 @@ def _tma_attention_kernel(
     KV_HEADS: tl.constexpr,
     INDEXED: tl.constexpr,
     MASKED: tl.constexpr,
+    CODED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -97,7 +100,14 @@ def _tma_attention_kernel(
     share = 1.0 / total
     if MASKED:
         share = tl.where(top > -1.0e28, share, 0.0)
-    out.store([b, head, row, 0], (acc * share[:, None]).to(out.dtype).reshape(1, 1, BLOCK_M, HEAD))
+    value = acc * share[:, None]
+    if CODED:
+        # Rounded as a tensor in between would be, so that the code is the same.
+        value = value.to(q.dtype).to(tl.float32) * tl.load(multiplier)
+        # Two selects instead of min and max, which would lose a NaN.
+        value = tl.where(value > 448.0, 448.0, value)
+        value = tl.where(value < -448.0, -448.0, value)
+    out.store([b, head, row, 0], value.to(out.dtype).reshape(1, 1, BLOCK_M, HEAD))
 
 
 def tma_attention(
@@ -109,14 +119,16 @@ def tma_attention(
     slots_B: Tensor | None = None,
     mask_BN: Tensor | None = None,
     scale: float | None = None,
+    multiplier: Tensor | None = None,
 ) -> Tensor:
     """Attend every query to the keys of its row (or of its row's slot) whose mask is set; a row without any gives zeros.
 
-    The mask is bool or uint8 and dense. Returns [B, T, H, d]. See `takes` for what the kernel accepts.
+    The mask is bool or uint8 and dense. Returns [B, T, H, d], with a multiplier in e4m3 (as `to_fp8` writes it). See `takes`
+    for what the kernel accepts.
     """
     batch, tokens, heads, head_dim = q_BTHd.shape
     keys, kv_heads = k_SPKd.shape[1:3]
-    out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype, device=q_BTHd.device)
+    out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype if multiplier is None else E4M3, device=q_BTHd.device)
     rows = tokens * heads // kv_heads
     head = max(block_of(head_dim), 16)
     mask = q_BTHd if mask_BN is None else mask_BN.view(torch.uint8) if mask_BN.dtype == torch.bool else mask_BN
@@ -125,10 +137,10 @@ def tma_attention(
     blocks = (t.block_m, t.block_n, t.block_n, t.block_m)
     tiles = [_tiles(x, rows_of, head) for x, rows_of in zip(sides, blocks, strict=True)]
     _tma_attention_kernel[(cdiv(rows, t.block_m), batch * kv_heads)](
-        *tiles, q_BTHd if slots_B is None else slots_B, mask, mask.stride(0), keys,
+        *tiles, q_BTHd if slots_B is None else slots_B, mask if multiplier is None else multiplier, mask, mask.stride(0), keys,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        KV_HEADS=kv_heads, INDEXED=slots_B is not None, MASKED=mask_BN is not None, EVEN=keys % t.block_n == 0,
-        BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, num_warps=t.warps, num_stages=t.stages,
+        KV_HEADS=kv_heads, INDEXED=slots_B is not None, MASKED=mask_BN is not None, CODED=multiplier is not None,
+        EVEN=keys % t.block_n == 0, BLOCK_M=t.block_m, BLOCK_N=t.block_n, HEAD=head, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out
 
