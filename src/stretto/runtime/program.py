@@ -129,8 +129,9 @@ class Program:
                 key = self.capture_key(batch)
                 if key is None or self._by_key.get((lengths, key)) is not None or not self._by_key.has_room():
                     continue
-                if len(batch) > 1 or not sizes:
-                    # Kernels must be built and chosen before they can be captured; single rows all need the same.
+                if len(batch) not in sizes:
+                    # Kernels must be built and chosen before they can be captured. The first of a size has neighbouring
+                    # slots, and runs of them in other batches are no longer than those of smaller ones before it.
                     self._run_eagerly(self._control(batch, len(batch)), batch, lengths)
                 sizes.add(len(batch))
                 self._by_key.put((lengths, key), self._capture_rows(self._graphs, batch, lengths))
