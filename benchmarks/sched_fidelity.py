@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -42,9 +43,16 @@ from stretto.sched.profile import Profile, Provenance, StageProfile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-FIXED_S, PER_ROW_S = 0.030, 0.020
-HIDDEN_S = 0.005
-STRETCH = 3.0  # of all durations below
+FIXED_S, PER_ROW_S = 0.090, 0.060
+HIDDEN_S = 0.015
+STRETCH = 6.0  # of all durations below
+UNEVEN = (1.0, 1.0, 1.1, 1.0, 0.9, 1.0, 1.06, 1.1)
+"""Share of these times that each stage takes, over and over. Equal devices end at the same time, and whether one of them sees a
+chunk that comes at that very time is for microseconds to decide."""
+
+
+def share_of(stage: int) -> float:
+    return UNEVEN[stage % len(UNEVEN)]
 
 
 class DeviceClock(threading.local):
@@ -82,7 +90,7 @@ class SleepModel:
 
     def __init__(self, blocks: int, steps: int, fixed_s: float, per_row_s: float) -> None:
         self.module = nn.Identity()
-        stages = [Sleep(i, fixed_s, per_row_s) for i in range(blocks)]
+        stages = [Sleep(i, fixed_s * share_of(i), per_row_s * share_of(i)) for i in range(blocks)]
         self.stages: Mapping[str, Stage] = {s.spec.name: s for s in stages}
         visits = tuple(Visit(s.spec.name, step) for step in range(steps) for s in stages)
         self.route = Route({n: s.spec for n, s in self.stages.items()}, visits, ("x",), ("x",))
@@ -99,11 +107,12 @@ class SleepModel:
 
 
 def profile_of(blocks: int, steps: int, fixed_s: float = FIXED_S, per_row_s: float = PER_ROW_S) -> Profile:
-    stage = StageProfile(BatchCost.line(fixed_s, per_row_s), 1, 1, "visit", 1)
+    costs = {i: BatchCost.line(fixed_s * share_of(i), per_row_s * share_of(i)) for i in range(blocks)}
     links = {"peer": Link(0.0, 1e18), "node": Link(0.0, 1e18)}
     names = tuple(f"block.{i}" for i in range(blocks))
     passes = ((names, tuple(range(steps))),)
-    return Profile("sleep", "CPU", passes, {"block.*": stage}, Provenance("computed"), links=links, max_batch=16)
+    stages = {f"block.{i}": StageProfile(cost, 1, 1, "visit", 1) for i, cost in costs.items()}
+    return Profile("sleep", "CPU", passes, stages, Provenance("computed"), links=links, max_batch=16)
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ def cases() -> list[Case]:
     )
     ring = by_block(p, four, quantum=2)
     ring_of_four = tuned(ring, 4, 4)
-    several = tuple(("default", 0.0, math.inf) for _ in range(4))
+    several = tuple(("default", 0.02 * i, math.inf) for i in range(4))
     out = [
         Case.of("1 device, 1 stream", tuned(whole(p, one[0], quantum=2), 1, 1), 8, 2, alone, 4.0),
         Case.of("1 device, 1 stream, batches over steps", tuned(whole(p, one[0], quantum=2), 2, 2), 8, 2, alone, 5.0),
@@ -192,7 +201,7 @@ def convoy(cap: int) -> Case:
     A row costs eight times what a launch does, so a batch gains next to nothing, and chunks that run together leave the
     other devices idle. That is how a compute-bound model behaves.
     """
-    fixed_s, per_row_s = 0.0005, 0.004
+    fixed_s, per_row_s = 0.0015, 0.012
     p = profile_of(30, 4, fixed_s, per_row_s)
     plan = by_block(p, devices(4), quantum=5)
     plan = replace(plan, batch_caps={d.name: cap for d in plan.devices}, in_flight=4, dispatch="first_come_first_served")
@@ -264,7 +273,7 @@ def predict(case: Case, *, together: bool = True) -> list[list[float]]:
     """Simulate a case; completion times of each stream."""
     profile = profile_of(case.blocks, case.steps, case.fixed_s, case.per_row_s)
     runs = [StreamRun(f"s{i}", "m", c, start_s=a, stop_s=b) for i, (c, a, b) in enumerate(case.streams)]
-    weather = Weather(seed=0, noise=0.02)  # as unsteady as sleeping is; without it equal streams stay in step for ever
+    weather = Weather(seed=0, noise=0.002)  # as unsteady as sleeping is
     simulation = Simulation({"m": Load(case.plan, profile)}, runs, slots=32, together=together, weather=weather)
     return [[out for _, _, out in s.done] for s in simulation.run(case.seconds).streams]
 
@@ -305,7 +314,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     args = parser.parse_args()
-    found = []
+    found, load = [], os.getloadavg()
     for case in cases():
         if args.only not in case.name:
             continue
@@ -320,7 +329,9 @@ def main() -> int:
         "commit": commit or "unknown",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "stage_ms": {"fixed": FIXED_S * 1e3, "per_row": PER_ROW_S * 1e3},
+        "stage_shares": list(UNEVEN),
         "hidden_host_ms": HIDDEN_S * 1e3,
+        "host": {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()},
         "error_mean": round(statistics.mean(errors), 4),
         "error_worst": round(max(errors), 4),
         "cases": found,

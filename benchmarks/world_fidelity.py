@@ -30,7 +30,8 @@ from stretto.deploy.profile import ProfileOptions, profile_world
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_plans import plan_of
-from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, run, simulated
+from stretto.deploy.world_rig import run
+from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, simulated
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
 from stretto.sched.cluster import StreamSpec

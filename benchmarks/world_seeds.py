@@ -3,10 +3,11 @@
     python benchmarks/world_seeds.py --budget 120 --out benchmarks/results/world_seeds_2x_h200.json
 
 Seeds: one stream in a fixed order of one stage in one slot, then with more chunks in flight and one row a launch, then in
-batched time slices: the plans of `stretto plan`, with its costs measured here first. Convoys: four streams over a ring of two
-GPUs with greedy batches and with as many rows as pay, launched ahead and chosen when the device is free. Joint: streams of
-14B over both GPUs at a promised interval, with greedy batches and with the planner's caps and order. What the simulator
-expects stands beside every figure. The result is written after each row; `--small` tries it on CPU devices.
+batched time slices: the plans of `stretto plan`, with its costs measured here first. Convoys: streams over a ring of two GPUs
+with greedy batches, with as many rows as there are chunks for each GPU, and by the planner's order and caps. Joint: streams of
+14B over both GPUs at a promised interval, with greedy batches and with capped ones, in the same order. What the simulator
+expects stands beside every figure. Plans of a part run on one engine. The result is written after each row; `--small` tries
+it on CPU devices.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from world_arguments import add_place, place_of
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
-from stretto.deploy.world_trial import NOISE, Entry, Script, figures, needed_s, run
+from stretto.deploy.world_rig import Rig
+from stretto.deploy.world_trial import NOISE, START_S, Entry, Script, figures, needed_s
 from stretto.deploy.worlds import TINY, config_of
 from stretto.sched.batching import worthwhile_cap
 from stretto.sched.cluster import ModelView, Placed, StreamSpec
+from stretto.sched.dispatch import ring_cap
 from stretto.sched.equal import equal_ranks
 from stretto.sched.plans import by_block
 from stretto.sched.profile import Profile
@@ -35,7 +38,8 @@ from stretto.sched.report import single_plans
 from stretto.sched.verify import to_plans
 
 PARTS = ("seed-1gpu", "seed-2gpu", "convoy", "joint")
-RING_STREAMS, RING_FLYING, RING_QUANTUM = 4, 1, 5
+RING_STREAMS, RING_QUANTUM = 8, 6
+JOINT_LOAD = 0.95  # share of every device that the promises of the joint placement ask for
 Left = Callable[[], float]
 
 
@@ -77,71 +81,87 @@ def seed(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[T
 
 
 def convoy(profile: Profile, devices: Sequence[str], seconds: float) -> Iterator[Trial]:
-    """Send chunks around a ring of devices, with greedy batches and with what pays."""
-    ring = replace(by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM), in_flight=RING_FLYING)
-    most, pays = RING_STREAMS * RING_FLYING, worthwhile_cap(profile, RING_STREAMS * RING_FLYING // len(devices))
-    for order, ahead, cap in (
-        ("sweep", 1, most),
-        ("sweep", 1, pays),
-        ("largest_batch_first", 0, most),
-        ("oldest_chunk_first", 0, pays),
+    """Send one chunk a stream around a ring of devices."""
+    ring = replace(by_block(profile, [Device(d) for d in devices], quantum=RING_QUANTUM), in_flight=1)
+    pays = worthwhile_cap(profile, RING_STREAMS)
+    for order, cap in (
+        ("sweep", RING_STREAMS),
+        ("sweep", ring_cap(RING_STREAMS, len(devices), RING_STREAMS)),
+        ("oldest_chunk_first", pays),
     ):
-        plan = replace(ring.with_dispatch(order), ahead=ahead, batch_caps=dict.fromkeys(devices, cap))
-        how = "launched ahead" if ahead else "chosen when the device is free"
-        yield settled(profile, f"{order}, batches of up to {cap}, {how}", plan, RING_STREAMS, seconds)
+        plan = replace(ring.with_dispatch(order), batch_caps=dict.fromkeys(devices, cap))
+        yield settled(profile, f"{order}, batches of up to {cap}", plan, RING_STREAMS, seconds)
 
 
 def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Trial]:
-    """Spread every stream over all devices with equal ranks, at a promise that asks for 0.93 of their time."""
+    """Spread every stream over all devices with equal ranks, at a promise that asks for nearly all of their time."""
     pool = [Device(d) for d in devices]
     view = ModelView(profile)
     ranks = equal_ranks(view, pool)
-    interval_s = streams * max(view.work_sum[r.stop] - view.work_sum[r.start] for r in ranks) / 0.93
+    interval_s = streams * max(view.work_sum[r.stop] - view.work_sum[r.start] for r in ranks) / JOINT_LOAD
     specs = [StreamSpec(f"s{i}", profile.model, interval_s, 8.0 * interval_s) for i in range(streams)]
     placed = {s.name: Placed(s, ranks, "spread") for s in specs}
-    ours: dict[str, Any] = {"dispatch": "earliest_virtual_deadline_first"}
-    greedy: dict[str, Any] = {"greedy": True, "dispatch": "first_come_first_served"}
-    for name, options, ahead in (
-        ("greedy batches, chosen when the device is free", greedy, 0),
-        ("capped batches, virtual deadlines, launched ahead", ours, 1),
-        ("capped batches, virtual deadlines, chosen when the device is free", ours, 0),
-        ("greedy batches, launched ahead", greedy, 1),
+    for order, greedy, ahead in (
+        ("sweep", True, 1),
+        ("earliest_virtual_deadline_first", False, 1),
+        ("oldest_chunk_first", True, 0),
+        ("oldest_chunk_first", False, 0),
     ):
-        (plan,) = to_plans(pool, {profile.model: profile}, placed, **options).values()
+        (plan,) = to_plans(pool, {profile.model: profile}, placed, greedy=greedy, dispatch=order).values()
         plan = replace(plan, ahead=ahead, credits={n: min(4, c) for n, c in plan.credits.items()})
+        how = "launched ahead" if ahead else "chosen when the device is free"
+        name = f"{'greedy' if greedy else 'capped'} batches, {order}, {how}"
         yield Trial(name, plan, list(plan.classes), 3 * interval_s, 10 * interval_s, interval_s)
 
 
-def row_of(bench: WorldBench, part: str, trial: Trial, left_s: Left) -> dict[str, Any]:
-    mode = bench.case.mode
-    plan = replace(trial.plan, mode=mode, shapes={"batch": tuple(range(1, 1 + max(trial.plan.batch_caps.values())))})
-    trial = replace(trial, plan=plan)
-    config = bench.config
-    row: dict[str, Any] = {
-        "part": part, "model": config.name, "chunk_frames": config.frames_per_chunk, "window_frames": config.window_frames,
-        "case": trial.name, "devices": len(plan.devices), "streams": len(trial.classes), "mode": mode,
-        "dispatch": plan.dispatch, "ahead": plan.ahead, "batch_caps": dict(plan.batch_caps),
-        "in_flight": max(plan.credit(c) for c in trial.classes),
-    }  # fmt: skip
-    if trial.interval_s:
-        row["promised_interval_ms"] = round(trial.interval_s * 1e3, 2)
-    script = trial.script
-    if short := bench.short_of_memory(plan):
-        return row | {"skipped": short}
-    if left_s() < needed_s(script):
-        return row | {"not_run": f"needs {needed_s(script):.0f} s"}
-    done = run(bench, plan, script)
-    (span,) = script.spans
-    measured, expected = (figures(tracks, span, trial.interval_s) for tracks in (done.measured, done.expected))
-    a, b = measured["chunks_per_s"], expected["chunks_per_s"]
-    frames = config.frames_per_chunk * config.time_stride
-    return row | {
-        **measured,
-        "frames_per_s": round(a * frames, 2) if a else None,
-        "simulated": expected,
-        "rate_error": round(b / a - 1.0, 4) if a and b else None,
-        **done.account(),
-    }
+class Bed:
+    """Runs the trials of a part, on one engine as long as plans put everything in the same places."""
+
+    def __init__(self, bench: WorldBench, part: str, trials: Sequence[Trial]) -> None:
+        self.bench, self.part = bench, part
+        self.caps = {d.name: max(t.plan.batch_cap(d.name) for t in trials) for d in trials[0].plan.devices}
+        self.in_flight = max(t.plan.in_flight for t in trials)
+        self.rig: Rig | None = None
+
+    def row(self, trial: Trial, left_s: Left) -> dict[str, Any]:
+        bench, plan = self.bench, self.plan_of(trial)
+        config, script = bench.config, trial.script
+        row: dict[str, Any] = {
+            "part": self.part, "model": config.name, "chunk_frames": config.frames_per_chunk,
+            "window_frames": config.window_frames, "case": trial.name, "devices": len(plan.devices),
+            "streams": len(trial.classes), "mode": plan.mode, "dispatch": plan.dispatch, "ahead": plan.ahead,
+            "batch_caps": dict(plan.batch_caps), "in_flight": max(plan.credit(c) for c in trial.classes),
+            "span_s": [round(t, 3) for t in script.spans[0]],
+        }  # fmt: skip
+        if trial.interval_s:
+            row["promised_interval_ms"] = round(trial.interval_s * 1e3, 2)
+        if short := bench.short_of_memory(plan):
+            return row | {"skipped": short}
+        if left_s() < (need_s := needed_s(script, 0.0 if self.rig else START_S)):
+            return row | {"not_run": f"needs {need_s:.0f} s"}
+        if self.rig is None:
+            self.rig = Rig(bench, replace(plan, batch_caps=self.caps, in_flight=self.in_flight))
+        done = self.rig.run(script, plan)
+        (span,) = script.spans
+        measured, expected = (figures(tracks, span, trial.interval_s) for tracks in (done.measured, done.expected))
+        a, b = measured["chunks_per_s"], expected["chunks_per_s"]
+        frames = config.frames_per_chunk * config.time_stride
+        return row | {
+            **measured,
+            "frames_per_s": round(a * frames, 2) if a else None,
+            "simulated": expected,
+            "rate_error": round(b / a - 1.0, 4) if a and b else None,
+            **done.account(),
+        }
+
+    def plan_of(self, trial: Trial) -> Plan:
+        """Return a trial's plan in the mode of the run, with graphs for the batch sizes of all plans of the part."""
+        return replace(trial.plan, mode=self.bench.case.mode, shapes={"batch": tuple(range(1, 1 + max(self.caps.values())))})
+
+    def close(self) -> None:
+        if self.rig is not None:
+            self.rig.close()
+            self.rig = None
 
 
 def trials(part: str, bench: WorldBench, devices: Sequence[str], args: argparse.Namespace) -> Iterator[Trial]:
@@ -215,11 +235,14 @@ def main() -> None:
                 result["profiles"].append(json.loads(bench.profile.to_json()))
                 result["slow"].append(bench.slow)
             known = None
-            for trial in trials(part, bench, devices, args):
+            some = list(trials(part, bench, devices, args))
+            bed = Bed(bench, part, some)
+            for trial in some:
                 try:
-                    keep(row_of(bench, part, trial, left_s))
+                    keep(bed.row(trial, left_s))
                 except Exception as error:  # one row must not cost the others their figures
                     keep({"part": part, "case": trial.name, "error": f"{type(error).__name__}: {error}"})
+            bed.close()
         except Exception as error:
             keep({"part": part, "error": f"{type(error).__name__}: {error}"})
 

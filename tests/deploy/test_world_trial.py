@@ -12,7 +12,8 @@ import torch
 from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_crowd import crowd
 from stretto.deploy.world_plans import plan_of
-from stretto.deploy.world_trial import Entry, Run, Script, Track, comparison, figures, pooled, run
+from stretto.deploy.world_rig import Run, run
+from stretto.deploy.world_trial import Entry, Script, Track, comparison, figures, pooled
 from stretto.deploy.worlds import TINY, config_of
 
 

@@ -10,7 +10,8 @@ import torch
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.world_bench import WorldBench
-from stretto.deploy.world_trial import NOISE, Entry, Script, figures, run
+from stretto.deploy.world_rig import run
+from stretto.deploy.world_trial import NOISE, Entry, Script, figures
 from stretto.sched.bounds import streams_bound
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.pack import Packed, pack

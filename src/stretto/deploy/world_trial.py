@@ -13,20 +13,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from stretto.core.chunk import Chunk
 from stretto.core.errors import CapacityError, StrettoError
 from stretto.core.plan import Plan
 from stretto.deploy.drive import Feed
-from stretto.deploy.world_bench import WorldBench, free
 from stretto.runtime.engine import Engine, Stream
 from stretto.sched.outcome import quantile
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
-REHEARSAL_S, _REHEARSALS = 1.0, 4
+REHEARSAL_S = 1.0
+START_S = 2.0
+"""Of an engine whose weights are made: rings and graphs."""
 Span = tuple[float, float]
 _LAG = 0.75  # of the chunks in a span
 NOISE = 0.01
@@ -140,9 +139,9 @@ class Player:
         self.stream.close()
 
 
-def needed_s(script: Script) -> float:
+def needed_s(script: Script, start_s: float = START_S) -> float:
     """Return about how long a run of a script takes, with the engine's start and its rehearsals."""
-    return 3.0 + script.seconds + share_of(script) * script.seconds
+    return start_s + script.seconds + share_of(script) * script.seconds
 
 
 def share_of(script: Script) -> float:
@@ -241,88 +240,6 @@ def pooled(measured: Sequence[Track], expected: Sequence[Track], spans: Sequence
             error = round(real / other - 1.0, 4)
             rows.append({"span_s": list(span), "measured": round(real, 4), "simulated": round(other, 4), "error": error})
     return rows
-
-
-@dataclass(frozen=True)
-class Run:
-    """A script as it went on the engine, and as the simulator expects it."""
-
-    script: Script
-    measured: Sequence[Track]
-    expected: Sequence[Track]
-    graphs: int
-    captured: int
-    """Graphs that were captured while it was measured."""
-    carriage: str
-    """How chunks crossed between devices."""
-
-    def idle_share(self) -> dict[str, float]:
-        """Return, for each device, the share of the spans in which no chunk that came out in them was computed."""
-        busy: dict[str, float] = {}
-        for track in self.measured:
-            for (_, done), times in zip(track.out, track.busy_ms, strict=True):
-                if any(a <= done <= b for a, b in self.script.spans):
-                    for device, ms in times.items():
-                        busy[device] = busy.get(device, 0.0) + ms
-        seconds = sum(b - a for a, b in self.script.spans)
-        return {d: round(max(0.0, 1.0 - ms / 1e3 / seconds), 4) for d, ms in busy.items()}
-
-    def busy_ms(self) -> dict[str, float]:
-        """Return, for each device, the mean device time of the chunks that came out in the spans."""
-        counted = [
-            times
-            for track in self.measured
-            for (_, done), times in zip(track.out, track.busy_ms, strict=True)
-            if any(a <= done <= b for a, b in self.script.spans)
-        ]
-        devices = sorted({device for times in counted for device in times})
-        return {d: round(statistics.mean(times.get(d, 0.0) for times in counted), 3) for d in devices}
-
-    def account(self) -> dict[str, Any]:
-        """Return what must be known beside the figures: idle time, graphs, failures."""
-        out: dict[str, Any] = {
-            "idle_share": self.idle_share(),
-            "busy_ms_a_chunk": self.busy_ms(),
-            "carriage": self.carriage,
-            "graphs": self.graphs,
-            "captured_while_measured": self.captured,
-            "eager_chunks": sum(t.eager for t in self.measured),
-            "all_chunks": sum(len(t.out) for t in self.measured),
-        }
-        failed = [t.failed for t in self.measured if t.failed]
-        return out | ({"failed": failed} if failed else {})
-
-
-def run(bench: WorldBench, plan: Plan, script: Script) -> Run:
-    """Run a script on a new engine, after a rehearsal, or some until they need no new graphs, and simulate it.
-
-    Raises:
-        StrettoError: if the engine cannot start.
-    """
-    engine = bench.engine(plan)
-    try:
-        engine.warm()
-        spec = engine.model.conditions["context"]
-
-        def prepare(stream: Stream) -> None:
-            stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
-
-        # At least once: devices are measured under load, which lowers their clocks.
-        for _ in range(_REHEARSALS):
-            before = engine.captures
-            play(engine, script, bench.feed, bench.first_chunk, prepare, share=share_of(script))
-            if engine.captures == before:
-                break
-        before = engine.captures
-        tracks = play(engine, script, bench.feed, bench.first_chunk, prepare)
-        graphs, carriage = engine.captures, engine.carriage
-    finally:
-        engine.close()
-        del engine
-        free()
-    weather = Weather(noise=NOISE, slow=bench.slow)
-    expected = simulated(bench.profile, plan, script, weather, slots=bench.slots(plan))
-    return Run(script, tracks, expected, graphs, graphs - before, carriage)
 
 
 def figures(tracks: Sequence[Track], span: Span, interval_s: float = 0.0) -> dict[str, Any]:
