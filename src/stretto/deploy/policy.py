@@ -28,7 +28,7 @@ from stretto.deploy.realtime import Realtime
 from stretto.deploy.shadow import Shadow
 from stretto.deploy.tickets import RobotState, Ticket
 from stretto.processors.policy import ModelInputs
-from stretto.runtime.engine import Engine
+from stretto.runtime.engine import Engine, Stream
 from stretto.runtime.noise import noise
 
 __all__ = ["PlanKind", "Policy", "PolicyOptions", "load_policy", "plan_for"]
@@ -57,6 +57,8 @@ class Policy:
             schedule=options.rtc_schedule,
             cap=options.rtc_cap,
         )
+        self._shape = loaded.model.config.action_horizon, loaded.model.config.action_dim
+        self._wanted = frozenset(loaded.model.route.inputs)
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="prepare")
         self._robots: dict[Session, RobotState] = {}
         self._lock = threading.Lock()
@@ -212,7 +214,11 @@ class Policy:
         # The edge of one request: a fault that nobody foresaw must not leave its robot waiting.
         try:
             self._check_newest(ticket)
-            inputs = self.processor.preprocess(ticket.observation)
+            images = None
+            if self._shadow is None:  # which reads inputs once more, after the row has gone to another request
+                ticket.row = ticket.robot.stream.row()
+                images = ticket.row.views["images"]
+            inputs = self.processor.preprocess(ticket.observation, images)
             ticket.preprocess_ms = (self.engine.now_s - ticket.arrived_s) * 1e3
             self._hand_in(ticket, inputs)
         except Exception as error:
@@ -229,13 +235,14 @@ class Policy:
             # Again, and in one turn: the dispatch policy takes the later chunk of a stream for the newer observation.
             self._check_newest(ticket)
             rows = self._rows(inputs, ticket)
-            lengths = {"prompt": inputs.token_count}
-            chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s)
+            (row, ticket.row), lengths = (ticket.row, None), {"prompt": inputs.token_count}
+            chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s, row=row)
+            if ticket.options.seed is None and ticket.options.noise_HD is None:
+                robot.noise = robot.stream.submitted, self._noise(robot.stream)
         chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs, rows))
 
     def _rows(self, inputs: ModelInputs, ticket: Ticket) -> dict[str, np.ndarray[Any, Any]]:
-        config, options, stream = self.loaded.model.config, ticket.options, ticket.robot.stream
-        shape = (config.action_horizon, config.action_dim)
+        options, robot, shape = ticket.options, ticket.robot, self._shape
         if options.noise_HD is not None:
             if options.noise_HD.shape != shape:
                 raise ObservationError("rt.noise", got=f"shape {options.noise_HD.shape}", expected=f"shape {shape}")
@@ -243,15 +250,20 @@ class Policy:
         elif options.seed is not None:
             x = noise(shape, seed=options.seed).numpy()
         else:
-            x = noise(shape, seed=stream.seed, stream=stream.id, chunk=stream.submitted).numpy()
+            made, x = robot.noise
+            if made != robot.stream.submitted:
+                x = self._noise(robot.stream)
         rows = inputs.arrays()
         rows["token_count"] = rows["token_count"].astype(np.int32)
-        wanted = self.loaded.model.route.inputs
-        rows = {name: value for name, value in rows.items() if name in wanted}
+        rows = {name: value for name, value in rows.items() if name in self._wanted}
         guidance = self.realtime.inputs(
-            ticket.wish, lambda prefix_KD: self.processor.encode_actions(prefix_KD, inputs.context), dict.fromkeys(wanted)
+            ticket.wish, lambda prefix_KD: self.processor.encode_actions(prefix_KD, inputs.context), self._wanted
         )
         return {**rows, **guidance, "x": x}
+
+    def _noise(self, stream: Stream) -> np.ndarray[Any, Any]:
+        """Return what the stream's next chunk starts from, where its request does not say."""
+        return noise(self._shape, seed=stream.seed, stream=stream.id, chunk=stream.submitted).numpy()
 
     def _finish(
         self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs, rows: Mapping[str, np.ndarray[Any, Any]]

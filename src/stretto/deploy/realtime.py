@@ -14,7 +14,7 @@ Shape legend: K actions left of the previous chunk, H action horizon, D action w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +126,13 @@ class Realtime:
             raise ObservationError(field, got=value, expected=f"0 to {most}")
         return value
 
-    def inputs(self, wish: Wish, encode: Callable[[Array], Array], wanted: Mapping[str, object]) -> dict[str, Array]:
+    def inputs(self, wish: Wish, encode: Callable[[Array], Array], wanted: Container[str]) -> dict[str, Array]:
         """Return what the model's denoise steps take for this row, of the names in `wanted`.
 
         `encode` turns robot actions into the model's space against the state of this observation.
         """
+        if not self.modes:
+            return {}  # then the model takes nothing of the kind
         row = self._row(wish, encode)
         steered = wish.mode in ("identity", "vjp")
         values: dict[str, Array] = {

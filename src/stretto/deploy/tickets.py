@@ -12,6 +12,7 @@ import numpy as np
 
 from stretto.core.policy import PolicyReply, RequestOptions
 from stretto.deploy.realtime import Wish
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.engine import Stream
 
 
@@ -27,6 +28,8 @@ class RobotState:
     """The last chunk given in this episode, in the robot's units."""
     last_chunk: int = -1
     turn: threading.Lock = field(default_factory=threading.Lock)
+    noise: tuple[int, np.ndarray[Any, Any]] = (-1, np.empty(0))
+    """The number of a chunk and the noise that it starts from, made while the one before it was computed."""
 
     def forget(self) -> None:
         self.episode += 1
@@ -52,5 +55,7 @@ class Ticket:
     arrived_s: float
     deadline_s: float
     preprocess_ms: float = 0.0
+    row: PackedRow | None = None
+    """Memory for the request's inputs, until they are handed in."""
     overdue: bool = False
     """Refused for its deadline once, and served late because the client wants that."""

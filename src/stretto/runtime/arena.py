@@ -65,7 +65,7 @@ class InputLayout:
     def of(specs: Mapping[str, TensorSpec]) -> InputLayout:
         return InputLayout(dict(specs), *packed(specs, _ALIGN))
 
-    def row(self, *, pin: bool) -> PackedRow:
+    def row(self, *, pin: bool = False) -> PackedRow:
         """Return a new row of host memory; what is in it is not defined."""
         data = torch.empty(self.row_bytes, dtype=torch.uint8, pin_memory=pin)
         raw = data.numpy()
@@ -73,18 +73,20 @@ class InputLayout:
         known = {n: s for n, s in self.specs.items() if hasattr(np, s.dtype)}
         return PackedRow(data, {n: np.ndarray(s.shape, s.dtype, raw, self.offsets[n]) for n, s in known.items()})
 
-    def pack(self, inputs: Mapping[str, np.ndarray], *, pin: bool) -> PackedRow:
-        """Pack one request into a new row.
+    def pack(self, inputs: Mapping[str, np.ndarray], row: PackedRow | None = None, *, pin: bool = False) -> PackedRow:
+        """Pack one request into a row, a new one by default.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
         """
-        row = self.row(pin=pin)
+        row = row or self.row(pin=pin)
         self.fill(row, inputs)
         return row
 
     def fill(self, row: PackedRow, inputs: Mapping[str, np.ndarray]) -> None:
         """Write one request into a row; inputs shorter than declared are padded with zeros.
+
+        An input that is the row's own view of it is there already.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
@@ -93,6 +95,8 @@ class InputLayout:
             raise FieldError("inputs", got=sorted(inputs), expected=sorted(self.specs))
         for name, value in inputs.items():
             target = row.views.get(name)
+            if value is target:
+                continue
             if target is not None and _alike(value, target):
                 target[...] = value
             else:

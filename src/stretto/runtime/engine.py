@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +25,7 @@ from stretto.core.model import Model
 from stretto.core.plan import Plan
 from stretto.core.route import Route
 from stretto.parallel.local import LocalLink
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.executor import Executor
 from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
@@ -33,6 +34,7 @@ from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.pending import Answer, Pending
 from stretto.runtime.pools import StatePools
 from stretto.runtime.seat import Seat
+from stretto.runtime.slots import Slots
 from stretto.runtime.stream import Stream as Stream
 from stretto.runtime.ways import MAIN, ways_of
 from stretto.sched.dispatch import policy
@@ -191,7 +193,8 @@ class Engine:
                     )
             for d, wanted in need.items():
                 self._free_state[d].subtract(wanted)
-            stream = Stream(self, next(self._ids), name, seed)
+            slots = Slots(self.plan.admission, len(placements)) if self.plan.admission and self.model.state else None
+            stream = Stream(self, next(self._ids), name, seed, slots=slots)
             self._open[stream.id] = stream
             for executor in self.executors.values():
                 executor.open_stream(stream.id, name)
@@ -250,22 +253,51 @@ class Engine:
         for pending in list(self._pending.values()):
             self._fail(pending.flow, StreamClosedError("the engine was closed"))
 
-    def _submit(self, stream: Stream, flow: Flow, inputs: Mapping[str, np.ndarray]) -> Future[Chunk]:
+    def _submit(
+        self, stream: Stream, flow: Flow, inputs: Mapping[str, np.ndarray], row: PackedRow | None = None
+    ) -> Future[Chunk]:
         executor = self.executors[flow.placements[0].device]
-        flow.packed = executor.pack(inputs)
+        flow.packed = executor.pack(inputs, row)
         pace_s = self.plan.pace_s.get(stream.stream_class)
         if pace_s is not None and flow.deadline_s == math.inf:
             flow.deadline_s = flow.submitted_s + pace_s
         future = Answer(self._finisher)
         with self._lock:
             self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)
-            # Where chunks hand state on, more of them in flight than the plan says would only fill queues.
-            if self.model.state and stream.in_flight >= self.plan.credit(stream.stream_class):
-                stream.held.append(flow)
-                return future
-            stream.in_flight += 1
-        executor.offer(flow)
+            stream.held.append(flow)
+            following = self._enter(stream)
+        self._offer(following)
         return future
+
+    def _enter(self, stream: Stream) -> list[Flow]:
+        """Take in the chunks of a stream that may start now; see to it that the next one does in its slot. Under the lock."""
+        entered: list[Flow] = []
+        # Where chunks hand state on, more of them in flight than the plan says would only fill queues.
+        while stream.held and not (self.model.state and stream.in_flight >= self.plan.credit(stream.stream_class)):
+            slots, now_s = stream.slots, self.now_s
+            if slots is not None and (wait_s := slots.wait_s(now_s, stream.in_flight)) > 0.0:
+                if wait_s < math.inf and not slots.timed:
+                    slots.timed = True
+                    timer = threading.Timer(wait_s, self._slot_came, (stream, slots))
+                    timer.daemon = True
+                    timer.start()
+                break
+            flow = stream.held.popleft()
+            if slots is not None:
+                slots.start(flow.serial, now_s, stream.in_flight)
+            stream.in_flight += 1
+            entered.append(flow)
+        return entered
+
+    def _slot_came(self, stream: Stream, slots: Slots) -> None:
+        with self._lock:
+            slots.timed = False
+            following = self._enter(stream)
+        self._offer(following)
+
+    def _offer(self, flows: Sequence[Flow]) -> None:
+        for flow in flows:
+            self.executors[flow.placement.device].offer(flow)
 
     def _set_condition(self, stream: Stream, name: str, version: int, value: Tensor) -> None:
         spec = self.model.conditions.get(name)
@@ -330,10 +362,10 @@ class Engine:
                 stream.held.remove(flow)
                 return pending
             stream.in_flight -= 1
-            following = stream.held.popleft() if stream.held else None
-            stream.in_flight += following is not None
-        if following is not None:
-            self.executors[following.placement.device].offer(following)
+            if stream.slots is not None:
+                stream.slots.done(flow.serial, self.now_s)
+            following = self._enter(stream)
+        self._offer(following)
         return pending
 
     def _died(self, device: str, reason: str) -> None:

@@ -223,13 +223,17 @@ class Executor:
             lane.driver.release()
         return False
 
-    def pack(self, inputs: Mapping[str, np.ndarray]) -> PackedRow:
-        """Pack the inputs of a chunk that starts here.
+    def row(self) -> PackedRow:
+        """Return a row for the inputs of a chunk that will start here."""
+        return self._staging.take()
+
+    def pack(self, inputs: Mapping[str, np.ndarray], row: PackedRow | None = None) -> PackedRow:
+        """Pack the inputs of a chunk that starts here, into a row that was got for it or another.
 
         Raises:
             FieldError: if an input is missing, unknown, or of another shape or dtype.
         """
-        return self._staging.pack(inputs)
+        return self._staging.pack(inputs, row)
 
     @property
     def queue_depth(self) -> int:

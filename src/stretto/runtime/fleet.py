@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -123,7 +122,7 @@ class Fleet:
             process = context.Process(target=main, args=(task, pipes), name=f"stretto {name}", daemon=True)
             process.start()
             layout = inputs_on(model, ways, name)
-            self.seats[name] = RemoteSeat(name, controls[name], process, partial(layout.pack, pin=False))
+            self.seats[name] = RemoteSeat(name, controls[name], process, layout)
         for mine in ends.values():
             # The last holder of an end must be its worker, or its death would go unnoticed.
             for end in mine.all():

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from stretto.parallel.peer import GONE
-from stretto.runtime.arena import PackedRow
+from stretto.runtime.arena import InputLayout, PackedRow
 from stretto.runtime.flow import Flow
 from stretto.runtime.worker import pack_tensor
 
@@ -20,10 +19,10 @@ from stretto.runtime.worker import pack_tensor
 class RemoteSeat:
     """One device as the engine sees it from its own process."""
 
-    def __init__(
-        self, name: str, pipe: Connection, process: Any, pack: Callable[[Mapping[str, np.ndarray]], PackedRow]
-    ) -> None:
-        self.name, self.pipe, self.process, self.pack = name, pipe, process, pack
+    def __init__(self, name: str, pipe: Connection, process: Any, layout: InputLayout) -> None:
+        self.name, self.pipe, self.process = name, pipe, process
+        self.row: Callable[[], PackedRow] = layout.row
+        self.pack = layout.pack
         self.dead: str | None = None
         self.queue_depth = self.captures = 0
         self.costs: Mapping[tuple[str, ...], Sequence[float]] = {}

@@ -32,22 +32,21 @@ class Staging:
         for _ in range(min(_READY, self._keep)):
             self.give(self._layout.row(pin=self._pin), Stamp(device))
 
-    def pack(self, inputs: Mapping[str, np.ndarray]) -> PackedRow:
-        """Pack one request; the row is the caller's until it is given back.
+    def pack(self, inputs: Mapping[str, np.ndarray], row: PackedRow | None = None) -> PackedRow:
+        """Pack one request, into a row that was taken for it or another; it is the caller's until it is given back.
 
         Raises:
             FieldError: if an input is missing, unknown, of another dtype, or larger than declared.
         """
-        row = self._take()
-        self._layout.fill(row, inputs)
-        return row
+        return self._layout.pack(inputs, row or self.take())
 
     def give(self, row: PackedRow, copied: Stamp) -> None:
         """Let a row be used again once the device has reached the end of its copy."""
         with self._lock:
             self._idle.append((row, copied))
 
-    def _take(self) -> PackedRow:
+    def take(self) -> PackedRow:
+        """Return a row to be filled; what is in it is not defined. One that is never given back is merely lost."""
         with self._lock:
             # The row used last is still in the processor's cache; the one used first is the most likely to be free.
             if self._idle and self._idle[-1][1].reached():

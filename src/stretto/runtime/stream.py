@@ -15,7 +15,9 @@ from torch import Tensor
 
 from stretto.core.chunk import Chunk
 from stretto.core.errors import StreamClosedError, WorkerDiedError
+from stretto.runtime.arena import PackedRow
 from stretto.runtime.flow import Flow
+from stretto.runtime.slots import Slots
 from stretto.runtime.ways import MAIN
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Stream:
     """Chunks between admission and completion; kept by the engine, under its lock."""
     held: deque[Flow] = field(default_factory=deque)
     """Chunks that wait for a credit; kept by the engine, under its lock."""
+    slots: Slots | None = None
+    """Where the plan has admission slots; asked by the engine, under its lock."""
 
     @property
     def room(self) -> int:
@@ -55,6 +59,10 @@ class Stream:
         self.engine._set_condition(self, name, self.versions[name], value)
         return self.versions[name]
 
+    def row(self, route: str = MAIN) -> PackedRow:
+        """Return memory from which the inputs of one chunk go to the device, for who would else write them twice."""
+        return self.engine.executors[self.engine.ways.placements(route, self.stream_class)[0].device].row()
+
     def submit(
         self,
         inputs: Mapping[str, np.ndarray],
@@ -64,12 +72,14 @@ class Stream:
         deadline_s: float = math.inf,
         route: str = MAIN,
         chunk: int | None = None,
+        row: PackedRow | None = None,
     ) -> Future[Chunk]:
         """Queue one chunk; any thread, never blocks on the device.
 
         `inputs` holds every route input as one row. `lengths` are the real lengths on the model's bucketed axes.
         `deadline_s` is on the engine's clock (`engine.now_s`). `route` is one of those that the engine was built with.
-        `chunk` makes a chunk of the stream again; None takes the next one.
+        `chunk` makes a chunk of the stream again; None takes the next one. `row` is one that `row()` returned for this chunk:
+        inputs that are its own views need not be copied.
 
         Raises:
             FieldError: if an input is missing, unknown, or of another shape or dtype.
@@ -96,7 +106,7 @@ class Stream:
                 lengths=dict(lengths or {}),
                 versions=dict(self.versions),
             )
-            future = self.engine._submit(self, flow, inputs)
+            future = self.engine._submit(self, flow, inputs, row)
             self._before[route] = self._before.get(route, 0) + 1
             self._serial += 1
             self.submitted = max(self.submitted, flow.chunk + 1)
