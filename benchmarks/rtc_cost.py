@@ -30,9 +30,9 @@ from stretto.runtime.profiler import SETS, Bench, stage_segments
 OFFERS: tuple[tuple[str, ...], ...] = (
     (),
     ("identity",),
+    ("vjp",),
     ("hard",),
     ("identity", "hard"),
-    ("vjp",),
     ("identity", "hard", "vjp"),
 )
 ROWS = 8
