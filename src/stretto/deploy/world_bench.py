@@ -199,8 +199,8 @@ class WorldBench:
         return START_S + warm_s + max(self.case.seconds, 4 * interval_s) + plan.in_flight * interval_s
 
     def expected(self, plan: Plan) -> dict[str, float]:
-        """Return what the simulator says of a plan, as it is run here: by credits alone, without admission slots."""
-        return predicted(self.profile, replace(plan, admission=()), self.case.streams, self.slow)
+        """Return what the simulator says of a plan: steady output interval and median response, in milliseconds."""
+        return predicted(self.profile, plan, self.case.streams, self.slow)
 
     def held(self, plan: Plan) -> Streams:
         """Return the streams that an engine holds: one of each class where a plan has several."""
