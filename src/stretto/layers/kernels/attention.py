@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
+from stretto.layers.kernels import prefix_hopper as hopper
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.language import cdiv, multiprocessors
 from stretto.layers.kernels.split_attention import FIELDS, Keys, Tiling, choose_tiling, fits, split_attention
@@ -182,6 +183,9 @@ def run_prefix_attention(
     choice = choice or prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
+    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_SPKd):
+        cut = {name: int(choice[name]) for name in ("block_n", "stages")}
+        return hopper.prefix_hopper(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, scale=scale, **cut)
     if choice is not None and choice["impl"] == "cudnn":
         return _cudnn(q_BTHd, k_SPKd[slots_B], v_SPKd[slots_B], mask_BP, scale)
     return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)
@@ -266,6 +270,11 @@ def _candidates(key: Key) -> list[Config]:
     return [*({"impl": name} for name in (RULE[bool(key[6])], "cudnn")), *_tilings(key[5])]
 
 
+def _prefix_candidates(key: Key) -> list[Config]:
+    own: list[Config] = [{"impl": "hopper", "block_n": n, "stages": stages} for n, stages in ((64, 2), (32, 3), (32, 2))]
+    return [*own, *_candidates(key)]
+
+
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     batch, tokens, keys, heads, kv_heads, head_dim, masked = key
     q = torch.randn(batch, tokens, heads, head_dim, dtype=dtype, device=device)
@@ -312,9 +321,9 @@ class PrefixKV(NamedTuple):
         ).flatten(2)
 
 
-_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma"), **tma.FIELDS}
+_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma", "hopper"), **tma.FIELDS}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
-    Tunable("prefix_attention", _FIELDS, _candidates, _arena_inputs, run_prefix_attention),
+    Tunable("prefix_attention", _FIELDS, _prefix_candidates, _arena_inputs, run_prefix_attention),
     Tunable("suffix_attention", FIELDS, _suffix_candidates, _suffix_inputs, _run_suffix),
 )
