@@ -135,6 +135,7 @@ def main() -> int:
     parser.add_argument("--prompt", help="prompt tokens, with commas; the longest by default")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
+    parser.add_argument("--without", default="none", help="tune no op whose name contains this")
     parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
     parser.add_argument("--no-tune", action="store_true", help="only the stages")
     parser.add_argument("--small", action="store_true", help="a toy model, on any device")
@@ -154,7 +155,12 @@ def main() -> int:
 
     table = table_at(args.table, device_name(device))
     cells = [(batch, prompt) for batch in batches for prompt in prompts]
-    order = [w for batch, prompt in cells for w in shapes(config, batch, prompt, dtype) if args.only in w[0]]
+    order = [
+        w
+        for batch, prompt in cells
+        for w in shapes(config, batch, prompt, dtype)
+        if args.only in w[0] and args.without not in w[0]
+    ]
     for wanted in [] if args.no_tune else dict.fromkeys(order):
         # A quarter of the time is for the stages, if they are timed.
         for row, entry in measured([wanted], device, begin + (1.0 if args.no_stages else 0.75) * args.seconds):

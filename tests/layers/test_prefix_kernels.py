@@ -117,7 +117,7 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("block_n,stages", [(64, 2), (32, 3)])
+@pytest.mark.parametrize(("block_n", "stages"), [(64, 2), (32, 3)])
 def test_attention_of_a_prefix_with_softmax_beside_the_products(block_n: int, stages: int) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
     if not hopper.takes(q, k):
