@@ -117,21 +117,21 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize(("block_n", "stages"), [(64, 2), (32, 3)])
-def test_attention_of_a_prefix_with_softmax_beside_the_products(block_n: int, stages: int) -> None:
+@pytest.mark.parametrize("cut", [(64, 2), (32, 3)])
+def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, int]) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
     if not hopper.takes(q, k):
         pytest.skip("needs Hopper and Triton's Gluon")
     slots, multiplier = torch.tensor([2, 1], device=DEVICE), torch.full((1,), 40.0, device=DEVICE)
     mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
     mask[0, :64] = False
-    got = hopper.prefix_hopper(q, k, v, slots, mask, block_n=block_n, stages=stages)
+    got = hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut))
     agree(got, prefix_attention.reference(q, k, v, slots, key_mask_BP=mask))
-    assert torch.equal(got, hopper.prefix_hopper(q, k, v, slots, mask, block_n=block_n, stages=stages))
-    coded = hopper.prefix_hopper(q, k, v, slots, mask, block_n=block_n, stages=stages, multiplier=multiplier)
+    assert torch.equal(got, hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut)))
+    coded = hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut), multiplier=multiplier)
     assert torch.equal(coded.float(), to_fp8(got, multiplier).float())
     mask[1] = False
-    assert not hopper.prefix_hopper(q, k, v, slots, mask, block_n=block_n, stages=stages)[1].any()
+    assert not hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut))[1].any()
 
 
 @kernel_test

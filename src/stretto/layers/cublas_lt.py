@@ -211,7 +211,7 @@ class _Call:
     def point_at(self, field: int, address: int) -> None:
         self._set(field, ctypes.c_void_p(address))
 
-    def _set(self, field: int, value: ctypes._SimpleCData[object]) -> None:
+    def _set(self, field: int, value: ctypes.c_int32 | ctypes.c_int8 | ctypes.c_void_p) -> None:
         size = ctypes.sizeof(value)
         _check(
             _library().cublasLtMatmulDescSetAttribute(self.product, field, ctypes.byref(value), ctypes.c_size_t(size)),

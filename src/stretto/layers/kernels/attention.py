@@ -184,8 +184,8 @@ def run_prefix_attention(
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
     if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_SPKd):
-        cut = {name: int(choice[name]) for name in ("block_n", "stages")}
-        return hopper.prefix_hopper(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, scale=scale, **cut)
+        cut = hopper.Tiling.of(choice)
+        return hopper.prefix_hopper(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, cut, scale=scale)
     if choice is not None and choice["impl"] == "cudnn":
         return _cudnn(q_BTHd, k_SPKd[slots_B], v_SPKd[slots_B], mask_BP, scale)
     return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)

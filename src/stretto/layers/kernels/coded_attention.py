@@ -50,8 +50,8 @@ def prefix_attention_fp8_triton(
         cut = tma.Tiling.of(choice)
         return tma.tma_attention(q_BTHd, *arena, cut, slots_B=slots_B, mask_BN=mask_BP, multiplier=multiplier)
     if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_arena_SPKd):
-        sizes = {name: int(choice[name]) for name in ("block_n", "stages")}
-        return hopper.prefix_hopper(q_BTHd, *arena, slots_B, mask_BP, multiplier=multiplier, **sizes)
+        tiling = hopper.Tiling.of(choice)
+        return hopper.prefix_hopper(q_BTHd, *arena, slots_B, mask_BP, tiling, multiplier=multiplier)
     return to_fp8(prefix_attention(q_BTHd, *arena, slots_B, key_mask_BP=mask_BP), multiplier)
 
 

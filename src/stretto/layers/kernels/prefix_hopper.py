@@ -12,7 +12,7 @@ R = T H packed query rows.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from stretto.layers.dispatch import triton_runs_on
 from stretto.layers.kernels.fp8_activation import E4M3
 from stretto.layers.kernels.language import cdiv
 from stretto.layers.kernels.tma_attention import LOG2_E
+from stretto.layers.tuning import Config
 
 try:
     from triton.experimental import gluon
@@ -39,6 +40,17 @@ except ImportError:  # without Triton, or one whose Gluon is another
 QUERIES = 64
 """Of a group of warps, of which there are two."""
 HEAD_DIMS = (128, 256)
+
+
+class Tiling(NamedTuple):
+    """How one call is cut."""
+
+    block_n: int
+    stages: int
+
+    @staticmethod
+    def of(config: Config) -> Tiling:
+        return Tiling(int(config["block_n"]), int(config["stages"]))
 
 
 def _jit(fn: Any) -> Any:
@@ -88,7 +100,8 @@ def _valid(mask: gl.tensor, first: gl.tensor, keys: gl.tensor, KEYS: gl.constexp
 def _soften(s: gl.tensor, top: gl.tensor, scale: gl.tensor, valid: gl.tensor) -> gl.tensor:
     """Return weights, their sums, the new maxima and by how much older sums shrink; in base 2."""
     s = gl.where(valid[None, :], s, -1.0e30)
-    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    # A whole number, as in split_attention.
+    new_top = gl.maximum(top, gl.ceil(gl.max(s, 1) * scale))
     weights = gl.exp2(s * scale - new_top[:, None])
     # Until its first valid key a row sums up ones; that key's shrink of 0 clears them.
     return weights, gl.sum(weights, 1), new_top, gl.exp2(top - new_top)
@@ -300,9 +313,8 @@ def prefix_hopper(
     v_SPKd: Tensor,
     slots_B: Tensor,
     mask_BP: Tensor,
+    tiling: Tiling,
     *,
-    block_n: int,
-    stages: int,
     scale: float | None = None,
     multiplier: Tensor | None = None,
 ) -> Tensor:
@@ -316,11 +328,12 @@ def prefix_hopper(
     mask = mask_BP.view(torch.uint8) if mask_BP.dtype == torch.bool else mask_BP
     _prefix_hopper_kernel[(cdiv(rows, 2 * QUERIES), batch)](
         _described(q_BTHd.view(batch * rows, head_dim), [QUERIES, head_dim]),
-        _described(k_SPKd.squeeze(2), [1, block_n, head_dim]),
-        _described(v_SPKd.squeeze(2), [1, block_n, head_dim]),
+        _described(k_SPKd.squeeze(2), [1, tiling.block_n, head_dim]),
+        _described(v_SPKd.squeeze(2), [1, tiling.block_n, head_dim]),
         slots_B, mask, mask.stride(0), out if multiplier is None else multiplier, out, rows, keys,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=block_n, STAGES=stages, CODED=multiplier is not None, num_warps=4,
+        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages,
+        CODED=multiplier is not None, num_warps=4,
     )  # fmt: skip
     return out
 
