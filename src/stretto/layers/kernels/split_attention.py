@@ -107,7 +107,8 @@ def _attend(
         k_tile = tl.load(k + key[:, None] * k_stride + dim[None, :], mask=present[:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee") * scale
     scores = tl.where(valid, scores, -1.0e30)
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A whole number: weights rounded under different tops then differ by powers of two alone, so results of all tilings agree.
+    new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
     weights = tl.where(valid, tl.exp2(scores - new_top[:, None]), 0.0)
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)

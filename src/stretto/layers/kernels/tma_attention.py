@@ -89,7 +89,8 @@ def _tma_attention_kernel(
             scores = tl.where(valid[None, :], scores, -1.0e30)
         elif not EVEN:
             scores = tl.where((key < keys)[None, :], scores, -1.0e30)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        # A whole number, as in split_attention.
+        new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale))
         weights = tl.exp2(scores * scale - new_top[:, None])
         # Until its first valid key a row sums up ones; that key's shrink of 0 clears them.
         shrink = tl.exp2(top - new_top)
