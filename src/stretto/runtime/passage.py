@@ -19,6 +19,10 @@ from stretto.runtime.flow import Flow
 from stretto.runtime.timing import Stamp
 
 
+_GRACE_S = 3e-4
+"""Who has launched a chunk is about to wait for it, more often than not, and two who wait get in each other's way."""
+
+
 @dataclass(frozen=True)
 class Passage:
     """What a device says of a chunk that has left it."""
@@ -98,6 +102,10 @@ class Finisher:
                     if self._closing and not self._items:
                         return
                     self._wake.wait()
+                if not self._items[0][2].reached():
+                    self._wake.wait(_GRACE_S)
+                    if self._helpers:
+                        continue
             self._finish_next(lambda: False)
 
     def _finish_next(self, done: Callable[[], bool]) -> bool:
@@ -117,12 +125,14 @@ class Finisher:
             return True
 
     def _passage(self, flow: Flow, outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> Passage:
-        devices = [p.device for p in flow.placements[flow.at - len(flow.spans) : flow.at]]
+        here = flow.placements[flow.at - len(flow.spans) : flow.at]
         spans = tuple(
-            (name, end.ms_since(begin), batch, device)
-            for (name, begin, end, batch), device in zip(flow.spans, devices, strict=True)
+            [
+                (name, end.ms_since(begin), batch, place.device)
+                for (name, begin, end, batch), place in zip(flow.spans, here, strict=True)
+            ]
         )
-        alone = len({p.device for p in flow.placements}) == 1
+        alone = len(flow.placements) == 1 or len({p.device for p in flow.placements}) == 1
         run_ms = stamp.ms_since(flow.spans[0][1]) if alone else (self._clock() - flow.started_s) * 1e3
         return Passage(spans, flow.started_s, run_ms, flow.ran_eagerly, outputs)
 
