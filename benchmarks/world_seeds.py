@@ -111,7 +111,7 @@ def joint(profile: Profile, devices: Sequence[str], streams: int) -> Iterator[Tr
         plan = replace(plan, ahead=ahead, credits={n: min(4, c) for n, c in plan.credits.items()})
         how = "launched ahead" if ahead else "chosen when the device is free"
         name = f"{'greedy' if greedy else 'capped'} batches, {order}, {how}"
-        yield Trial(name, plan, list(plan.classes), 3 * interval_s, 10 * interval_s, interval_s)
+        yield Trial(name, plan, list(plan.classes), 2.5 * interval_s, 8.5 * interval_s, interval_s)
 
 
 class Bed:
