@@ -18,7 +18,6 @@ from stretto.parallel.order import Mark
 from stretto.runtime.flow import Flow
 from stretto.runtime.timing import Stamp
 
-
 _GRACE_S = 3e-4
 """Who has launched a chunk is about to wait for it, more often than not, and two who wait get in each other's way."""
 
