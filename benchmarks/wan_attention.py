@@ -42,6 +42,24 @@ CASES = [(1, 1), (3, 1), (1, 4), (1, 2), (3, 4), (3, 2)]
 """Latent frames of a chunk, rows of a batch."""
 
 
+QUICK = ((4, 1, 21), (1, 3, 21), (1, 1, 9), (2, 1, 21), (4, 3, 21), (1, 1, 21))
+"""Rows, frames of a chunk, frames of the window."""
+
+
+def quick_shapes(small: bool) -> Iterator[tuple[str, chosen.Shape]]:
+    """Yield the shapes of rings that are timed with `--quick`."""
+    if small:
+        yield from shapes(small)
+        return
+    for (rows, frames, window), name in itertools.product(QUICK, ORDER):
+        if rows * frames > 4 and name != "wan2.1-1.3b":
+            continue
+        config = SPECS[name]
+        tokens = config.tokens_per_frame
+        ring = chosen.Shape(rows, frames * tokens, window * tokens, config.heads, config.head_dim)
+        yield f"{name}, {frames} frames, {rows} rows, window {window}, ring", ring
+
+
 def shapes(small: bool) -> Iterator[tuple[str, chosen.Shape]]:
     """Yield the shapes with the case that they are of, the most wanted first."""
     if small:
@@ -127,7 +145,8 @@ def quick_rows(
     now = chosen.Choice(**(rows_choice or chosen.by_rule(shape, chosen.H200_PROCESSORS)._asdict()))  # type: ignore[arg-type]
     splits = chosen.by_blocks(shape)
     listed = [now, *(chosen.Choice("hopper", z, 128, 128, 4, 2) for z in splits[:2])]
-    listed.append(chosen.Choice("hopper", splits[0], 128, 64, 4, 4))
+    if now.method == "hopper":
+        listed = [chosen.by_rule(shape, chosen.H200_PROCESSORS), now, now._replace(stages=3)]
     case, tensors, places = inputs_of(label, shape, device)
     for choice in listed:
         name = " ".join(str(part) for part in choice)
@@ -280,13 +299,11 @@ def main() -> None:
     kept, until = Kept(args, device), time.monotonic() + args.budget_seconds
     with torch.inference_mode():
         chosen.prefer_fastest_attention()
-        for at, (label, shape) in enumerate(shapes(args.small)):
+        for at, (label, shape) in enumerate(quick_shapes(args.small) if args.quick else shapes(args.small)):
             if time.monotonic() > until:
                 kept.add({"case": label, "not_run": "out of time"})
                 continue
             if args.quick:
-                if shape.keys == 512:
-                    continue
                 timed = []
                 for row, choice in quick_rows(label, shape, device):
                     kept.add(row)

@@ -227,7 +227,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = [TINY] if args.small else args.models
     records: list[dict[str, Any]] = []
-    until = time.monotonic() + args.budget_seconds
+    began = time.monotonic()
+    until = began + args.budget_seconds
     about = {**provenance(device), "window_frames": WINDOW, "pause_s": PAUSE_S, "sustained_s": args.sustained}
     memory = [memory_of(sized(name, 1) if name == TINY else SPECS[name]) for name in names]
 
@@ -242,8 +243,8 @@ def main() -> None:
             return
         try:
             for record in begin():
-                records.append(record)
-                print(json.dumps(record), flush=True)
+                records.append({**record, "at_s": round(time.monotonic() - began, 1)})
+                print(json.dumps(records[-1]), flush=True)
                 save()
                 if time.monotonic() >= until:
                     records.append({"case": what, "not_run": "out of time, at least in part"})
@@ -252,7 +253,7 @@ def main() -> None:
             records.append({"case": what, "error": f"{type(error).__name__}: {error}"[:400]})
             print(json.dumps(records[-1]), flush=True)
 
-    if args.stock:
+    if args.stock and len(names) > 1:
         compile_ahead(names, args.frames[0])
     sensors = Sensors(device)
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -17,11 +18,14 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
     parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
+    parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--out", type=Path)
 
 
 def place_of(args: argparse.Namespace, on_cpu: int) -> tuple[tuple[str, ...], Mode, str]:
     """Return devices, mode and dtype: the GPUs at hand, or `on_cpu` CPU devices, unless `--gpus` says how many."""
+    if args.table is not None and args.table.is_file():
+        os.environ["STRETTO_KERNEL_TABLE"] = str(args.table)
     cuda = torch.cuda.is_available() and not args.small
     count = args.gpus or (torch.cuda.device_count() if cuda else on_cpu)
     return resolve([f"cuda:{i}" for i in range(count)] if cuda else ["cpu"] * count, args.mode, "auto")

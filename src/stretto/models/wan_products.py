@@ -8,7 +8,7 @@ Shape legend: B rows, F frames of a chunk, N tokens of a chunk, D width, H heads
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from stretto.layers.kernels.level_norm import (
     level_layer_norm,
     level_layer_norm_coded,
 )
-from stretto.layers.kernels.linear_activation import linear_gelu
+from stretto.layers.kernels.linear_activation import dense, linear_gelu
 from stretto.layers.kernels.row_codes import code_rows, gelu_code_rows
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_net import GATE1, SCALE1, SCALE2, SHIFT1, SHIFT2, Block
@@ -80,10 +80,10 @@ class PlainProducts:
         return level_layer_norm(h_BND, block.table_L6D, levels_BF, block.eps, shift=SHIFT1, scale=SCALE1)
 
     def qkv(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.block.self_attn.qkv(x))
+        return _product(x, self.block.self_attn.qkv)
 
     def self_out(self, attended_BND: Tensor) -> Tensor:
-        return cast(Tensor, self.block.self_attn.o(attended_BND))
+        return _product(attended_BND, self.block.self_attn.o)
 
     def after_self(self, h_BND: Tensor, y_BND: Tensor, levels_BF: Tensor) -> tuple[Tensor, Tensor]:
         block, norm = self.block, self.block.norm3
@@ -96,10 +96,10 @@ class PlainProducts:
         return layer_norm(h_BND, norm.weight, norm.bias, self.block.eps)
 
     def query(self, x: Tensor) -> Tensor:
-        return _heads(self.block, self.block.cross_attn.q(x))
+        return _heads(self.block, _product(x, self.block.cross_attn.q))
 
     def cross_out(self, attended_BND: Tensor) -> Tensor:
-        return cast(Tensor, self.block.cross_attn.o(attended_BND))
+        return _product(attended_BND, self.block.cross_attn.o)
 
     def after_cross(self, h_BND: Tensor, y_BND: Tensor, levels_BF: Tensor) -> tuple[Tensor, Tensor]:
         block = self.block
@@ -107,8 +107,7 @@ class PlainProducts:
 
     def feed_forward(self, x: Tensor) -> Tensor:
         first, second = self.block.ffn["0"], self.block.ffn["2"]
-        assert isinstance(first, nn.Linear)
-        return cast(Tensor, second(linear_gelu(x, first.weight, first.bias)))
+        return _product(linear_gelu(x, first.get_parameter("weight"), first.get_parameter("bias")), second)
 
 
 class Fp8Products:
@@ -187,6 +186,10 @@ def products_of(config: WanConfig, block: Block, device: torch.device) -> Produc
         hint = "fp8-emulated gives the same numbers anywhere, slowly"
         raise ConfigError("precision", got=f"fp8 on {device}", expected="a GPU of compute capability 8.9 or more", hint=hint)
     return Fp8Products(block)
+
+
+def _product(x: Tensor, layer: nn.Module) -> Tensor:
+    return dense(x, layer.get_parameter("weight"), layer.get_parameter("bias"))
 
 
 def _heads(block: Block, q_BND: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ TILE_PAIR_US, TILE_FIXED_US = 1.75, 3.0
 """What 128 queries against 128 keys cost one multiprocessor of an H200, and what a tile costs besides."""
 JOIN_FIXED_US, JOIN_BYTES_US = 3.0, 2.5e6
 H200_PROCESSORS = 132
+LONG = 8192
+"""Keys from which on our kernel for Hopper was the faster one at every shape that was measured."""
 
 
 class Places(NamedTuple):
@@ -154,7 +156,10 @@ def choose(shape: Shape, q: Tensor) -> Choice:
     measured = tuned("chunk_attention", shape, q.dtype, q.device)
     if measured is not None and (measured["method"] != "hopper" or ring_hopper.runs_on(q.device.type, q.device.index)):
         return Choice(**measured)  # type: ignore[arg-type]
-    return by_rule(shape, multiprocessors(q)) if cudnn_is_fastest(q.device) else SDPA
+    if not cudnn_is_fastest(q.device):
+        return SDPA
+    ours = ring_hopper.runs_on(q.device.type, q.device.index) and shape.keys >= LONG and shape.head_dim == ring_hopper.HEAD_DIM
+    return hopper_rule(shape, multiprocessors(q)) if ours else by_rule(shape, multiprocessors(q))
 
 
 def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
@@ -175,6 +180,7 @@ def by_waves(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
     return sorted(counts, key=lambda splits: (cost_us(splits), splits))
 
 
+@functools.cache
 def by_blocks(shape: Shape, processors: int = H200_PROCESSORS) -> list[int]:
     """Return how many splits `hopper` is to make, best first by a model of waves; splits need not be even there."""
     tiles, blocks = shape.rows * shape.heads * cdiv(shape.queries, TILE), cdiv(shape.keys, TILE)
@@ -205,6 +211,10 @@ def prefer_fastest_attention() -> object:
     return order
 
 
+def hopper_rule(shape: Shape, processors: int) -> Choice:
+    return Choice("hopper", by_blocks(shape, processors)[0], TILE, TILE, 4, 2)
+
+
 @functools.cache
 def by_rule(shape: Shape, processors: int) -> Choice:
     """Return how to attend on Hopper where no table knows the shape."""
@@ -223,7 +233,7 @@ def candidates(key: Key) -> list[Config]:
     choices = [SDPA, *(Choice("cudnn", splits) for splits in counts[:5] if splits > 1)]
     choices += [Choice("triton", splits, TILE, 64, 8, 3) for splits in counts[:2]]
     if shape.head_dim == ring_hopper.HEAD_DIM and shape.keys >= 8 * TILE:
-        choices += [Choice("hopper", splits, TILE, TILE, 4, 2) for splits in by_blocks(shape)[:2]]
+        choices += [Choice("hopper", splits, TILE, TILE, 4, stages) for splits in by_blocks(shape)[:2] for stages in (2, 3)]
     if shape.keys < 8 * TILE:  # too short for a full pipeline: small tiles, several at once
         choices += [Choice("triton", 1, 64, 64, 4, 2), Choice("triton", 1, 64, 64, 4, 3), Choice("triton", 1, TILE, 64, 8, 2)]
     return [cast(Config, choice._asdict()) for choice in choices]
