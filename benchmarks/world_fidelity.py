@@ -82,7 +82,7 @@ class Case:
             # What an arrival or a cancel stirs up is through after the chunks that were under way.
             settle_s = (2.0 if self.interval_s else 1.2 * max(self.plan.credit(c) for c in classes)) * pace_s
             # What is promised comes evenly; of what runs flat out, more chunks are needed for a mean.
-            ends_s = begins_s[-1] + settle_s + max(chunks * pace_s * (0.5 if self.interval_s else 1.0), least_s)
+            ends_s = begins_s[-1] + settle_s + max(chunks * pace_s * (0.8 if self.interval_s else 1.0), least_s)
             spans.append((begins_s[-1] + settle_s, ends_s))
             begins_s.append(ends_s)
         entries = self._entries(self.classes)

@@ -230,12 +230,12 @@ def comparison(measured: Sequence[Track], expected: Sequence[Track], spans: Sequ
 
 
 def pooled(measured: Sequence[Track], expected: Sequence[Track], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the chunks a second of all streams together, for each span."""
+    """Return the chunks a second, for each span, of all streams together that have enough chunks in both."""
     rows = []
     for span in spans:
-        real, other = (
-            sum(1.0 / x for t in tracks if not math.isnan(x := t.interval_s(span))) for tracks in (measured, expected)
-        )
+        pairs = [(a.interval_s(span), b.interval_s(span)) for a, b in zip(measured, expected, strict=True)]
+        known = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
+        real, other = sum(1.0 / a for a, _ in known), sum(1.0 / b for _, b in known)
         if real and other:
             error = round(real / other - 1.0, 4)
             rows.append({"span_s": list(span), "measured": round(real, 4), "simulated": round(other, 4), "error": error})
