@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto.deploy.provenance import provenance
-from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables
+from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, load_table, tunables
 from stretto.models.wan_config import SPECS
 
 CASES = (
@@ -123,13 +123,15 @@ def best(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], float] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--table", type=Path, help="entries are added to what is there")
     parser.add_argument("--budget-seconds", type=float, default=40.0)
     parser.add_argument("--small", action="store_true", help="one row of a few tokens, to try the script itself")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about, rows, until = provenance(device), list[dict[str, Any]](), time.monotonic() + args.budget_seconds
     table = Table(device_name(device), torch.__version__, metadata.version("triton"), ())
+    if args.table is not None and args.table.is_file():
+        table = load_table(args.table)
     for name, frames, count in CASES[1:2] if args.small else CASES:
         tokens = 8 if args.small else count * frames * SPECS[name].tokens_per_frame
         for product, (op, key) in products(name, tokens).items():
