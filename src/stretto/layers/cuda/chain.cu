@@ -26,7 +26,7 @@ struct Layer {
 };
 
 struct Call {
-    int64_t depth, launches, tokens, prefix, square_parts;
+    int64_t depth, launches, rows, tokens, prefix, mask_step, square_parts;
     const bf16 *k, *v;
     int64_t slot_step, layer_step, token_step;
     const int64_t* slot;
@@ -116,9 +116,10 @@ template <class Q>
 void run(Q& queue, const Call& c, const float* reals) {
     char* m = c.memory;
     int launch = 0;
-    const auto common = [&](const float* squares, int64_t parts, Ahead ahead) {
-        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * EVENTS;
-        return Common{int(c.tokens), int(parts), 0.0f, squares, ahead, stamps};
+    const auto common = [&](const float* squares, int64_t parts, Ahead ahead, bool given = false) {
+        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * c.rows * EVENTS;
+        const int64_t squares_step = given ? c.tokens * parts * 4 : MEMORY_BYTES;
+        return Common{int(c.rows), int(c.tokens), int(parts), MEMORY_BYTES, squares_step, reals[1], squares, ahead, stamps};
     };
     float *squares = reinterpret_cast<float*>(m + SQUARES_AT), *middle_squares = reinterpret_cast<float*>(m + MIDDLE_SQUARES_AT);
     bf16 *k_fresh = reinterpret_cast<bf16*>(m + K_MEMORY_AT), *v_fresh = reinterpret_cast<bf16*>(m + V_MEMORY_AT);
@@ -126,25 +127,24 @@ void run(Q& queue, const Call& c, const float* reals) {
         const Layer &w = c.layers[i], &next = c.layers[(i + 1) % c.depth];
         const bool first = i == 0, last = i == c.depth - 1;
         for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
-            const float eps = reals[1];
             if (kind == 0) {
                 Qkv a{};
-                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(2) * MLP * WIDTH * 2, kind, c.ahead));
-                a.all.eps = eps, a.weight = w.qkv, a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
-                a.q = m + Q_MEMORY_AT, a.k = k_fresh, a.v = v_fresh, a.start = c.start, a.log2_theta = reals[0];
+                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(2) * MLP * WIDTH * 2, kind, c.ahead), first);
+                a.weight = w.qkv, a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
+                a.q = m + Q_MEMORY_AT, a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = reals[0];
                 queue.launch(KERNEL_OF(stretto_chain_qkv, qkv), CTAS[kind], QkvShape::CUTS, QkvShape::THREADS, QkvShape::BYTES, a);
             } else if (kind == 1) {
                 Attention a{};
                 a.all = common(nullptr, 0, ahead_of(w.down, int64_t(WIDTH) * MLP * 2, kind, c.ahead));
                 a.q = m + Q_MEMORY_AT, a.k_fresh = k_fresh, a.v_fresh = v_fresh;
                 a.k = c.k + i * c.layer_step, a.v = c.v + i * c.layer_step, a.slot_step = c.slot_step, a.token_step = c.token_step;
-                a.slot = c.slot, a.mask = c.mask, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
+                a.slot = c.slot, a.mask = c.mask, a.mask_step = c.mask_step, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
                 const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-                queue.launch(KERNEL_OF(stretto_chain_attention, attend), blocks * 2 * KEY_CUTS, KEY_CUTS, GROUP, ATTENTION_BYTES, a);
+                queue.launch(KERNEL_OF(stretto_chain_attention, attend), int(c.rows) * blocks * 2 * KEY_CUTS, KEY_CUTS, GROUP, ATTENTION_BYTES, a);
             } else if (kind == 3) {
                 GateUp a{};
                 a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
-                a.all.eps = eps, a.weight = w.gate_up, a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
+                a.weight = w.gate_up, a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
                 queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[kind], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
             } else {
                 const bool down = kind == 4;
@@ -166,10 +166,10 @@ void run(Q& queue, const Call& c, const float* reals) {
 
 // Words in the order in which the caller lists them; each is one pointer or whole number.
 Call read(const int64_t* words) {
-    static_assert(sizeof(Call) == (27 + 4 * MAX_LAYERS) * 8);
+    static_assert(sizeof(Call) == (29 + 4 * MAX_LAYERS) * 8);
     Call c{};
     const int64_t depth = words[0];
-    std::memcpy(&c, words, size_t(27 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
+    std::memcpy(&c, words, size_t(29 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
     return c;
 }
 

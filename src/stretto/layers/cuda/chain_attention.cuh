@@ -24,16 +24,19 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::let_next_start();
 #endif
     stamp(a.all, 0);
-    const int cluster = device::block_id() / KEY_CUTS, block = cluster / 2, half = cluster % 2, rank = device::rank_in_cluster();
-    const int tokens = a.all.tokens, span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
+    const int cluster = device::block_id() / KEY_CUTS, half = cluster % 2, rank = device::rank_in_cluster();
+    const int tokens = a.all.tokens, blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    const int row_of_batch = cluster / 2 / blocks, block = cluster / 2 % blocks;
+    const int64_t at_row = row_of_batch * a.all.step;
+    const int span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
     char *keys = shared, *values = shared + V_AT, *queries = shared + Q_AT;
     float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
     device::Barrier* barriers = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
     device::Barrier* sent = barriers + HEAD_CHUNKS;
     if (who.thread <= HEAD_CHUNKS) device::barrier_init(barriers + who.thread, 1);
     if (who.thread == HEAD_CHUNKS) device::barrier_arrive_expecting(sent, KEY_CUTS * (SENT_BYTES + HEADS * 8));
-    const int bound = min(max(*a.length, 0), a.prefix);
-    const int64_t slot = *a.slot * a.slot_step;
+    const int bound = min(max(a.length[row_of_batch], 0), a.prefix);
+    const int64_t slot = a.slot[row_of_batch] * a.slot_step;
     const auto place = [](int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; };
     // Zeros where there is no key: what is masked must be a number.
 #pragma unroll 2
@@ -52,7 +55,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::end_fetches();
     {
         const int row = who.thread, key = rank * span + row;
-        const bool valid = row < span ? key < bound && a.mask[key] : row < span + own && rank * own + row - span < tokens;
+        const bool valid = row < span ? key < bound && a.mask[row_of_batch * a.mask_step + key] : row < span + own && rank * own + row - span < tokens;
         bias[row] = valid ? 0.0f : -2.0e30f;
     }
     ask_ahead(a.all.ahead, GROUP);
@@ -68,12 +71,12 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
 #pragma unroll 1
         for (int c = 0; c < HEAD_CHUNKS; ++c) {
             device::barrier_arrive_expecting(barriers + c, QUERY_CHUNK);
-            device::copy_row(queries + c * QUERY_CHUNK, a.q + (block * HEAD_CHUNKS + c) * QUERY_CHUNK, QUERY_CHUNK, barriers + c);
+            device::copy_row(queries + c * QUERY_CHUNK, a.q + at_row + (block * HEAD_CHUNKS + c) * QUERY_CHUNK, QUERY_CHUNK, barriers + c);
         }
     for (int i = who.thread; i < own * 48; i += GROUP) {
         const int row = i / 48, piece = i % 48, key = rank * own + row;
         const bool there = key < tokens, value = piece >= 32;
-        const bf16* from = (value ? a.v_fresh + half * HALF - 256 : a.k_fresh) + (there ? key : 0) * HEAD + piece * 8;
+        const bf16* from = moved(value ? a.v_fresh + half * HALF - 256 : a.k_fresh, at_row) + (there ? key : 0) * HEAD + piece * 8;
         device::fetch16(value ? values + place(span + row, piece - 32) : keys + place(span + row, piece), from, there);
     }
     device::end_fetches();
@@ -108,7 +111,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         top[i] = fmaxf(top[i], device::from_lane_xor(top[i], 1));
-        top[i] = fmaxf(top[i], device::from_lane_xor(top[i], 2));
+        // A whole number, as in split_attention.
+        top[i] = ceilf(fmaxf(top[i], device::from_lane_xor(top[i], 2)));
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
@@ -170,8 +174,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
             all.x += part.x * share[r], all.y += part.y * share[r], all.z += part.z * share[r], all.w += part.w * share[r];
         }
         const int at = who.g * HEAD + half * HALF + j * 16 + who.t * 2;
-        *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = device::pack(all.x * over, all.y * over);
-        *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = device::pack(all.z * over, all.w * over);
+        *reinterpret_cast<uint32_t*>(in_chunks(a.out + at_row, token, at)) = device::pack(all.x * over, all.y * over);
+        *reinterpret_cast<uint32_t*>(in_chunks(a.out + at_row, token, at + 8)) = device::pack(all.z * over, all.w * over);
     }
     stamp(a.all, 7);
 }

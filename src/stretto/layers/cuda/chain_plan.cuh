@@ -29,8 +29,11 @@ struct Ahead {
     int bytes, each;
 };
 
+// Rows of the batch, of `tokens` each, take turns at the weights that a CTA holds. What launches leave to each other lies
+// `step` bytes further for the next row.
 struct Common {
-    int tokens, square_parts;
+    int rows, tokens, square_parts;
+    int64_t step, squares_step;
     float eps;
     const float* squares;  // [tokens, parts]
     Ahead ahead;
@@ -42,7 +45,7 @@ struct Qkv {
     const bf16 *weight, *given;  // given: rows as they are, for the first layer
     const char* x;
     char* q;
-    bf16 *k, *v;
+    bf16* kv[2];
     const int32_t* start;
     float log2_theta;
 };
@@ -54,6 +57,7 @@ struct Attention {
     int64_t slot_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
+    int64_t mask_step;
     const int32_t* length;
     int prefix;
     char* out;
@@ -66,7 +70,7 @@ struct Add {
     const char* x;
     const float* table;  // of the gate's norm: scale, shift, gate
     int64_t line_step, norm_step;
-    const int64_t* line;
+    const int64_t* line;  // null: that of the row's number
     const float* given;  // the residual by rows, for the first layer
     float* residual;     // by tile, token tile, thread
     char* scaled;
@@ -90,6 +94,12 @@ ON_DEVICE void stamp(const Common& a, int event) {
     at[event] = device::ticks();
     if (event == 0 || event == 7) at[event == 0 ? 8 : 9] = device::nanoseconds();
 #endif
+}
+
+// What belongs to a row, `bytes` further than the first row's.
+template <class T>
+ON_DEVICE T* moved(T* first, int64_t bytes) {
+    return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(first) + bytes);
 }
 
 ON_DEVICE void ask_ahead(const Ahead& a, int threads) {

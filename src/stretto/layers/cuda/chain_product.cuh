@@ -79,15 +79,22 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
     ask_ahead(all.ahead, S::THREADS);
 }
 
-// Ask for this CTA's cut of the tokens' rows, when they are there.
 template <class S>
-ON_DEVICE void await_rows(const Who& who, const Common& all, const Room<S>& room, const char* x, const bf16* given) {
+ON_DEVICE void await_others(const Common& all) {
     stamp(all, 1);
     device::await_previous();
     stamp(all, 2);
 #ifdef STRETTO_LATE
     device::let_next_start();
 #endif
+}
+
+// Ask for this CTA's cut of a row's tokens; nobody reads the row's before any more.
+template <class S>
+ON_DEVICE void ask_for_row(const Who& who, const Common& all, const Room<S>& room, const char* x, const bf16* given, int number) {
+    if (number >= all.rows) return;
+    x += number * all.step;
+    if (given != nullptr) given += number * (all.tokens + 1) * WIDTH;
     const int rank = device::rank_in_cluster();
     if (given != nullptr) {
 #pragma unroll 1
@@ -109,19 +116,19 @@ ON_DEVICE void await_rows(const Who& who, const Common& all, const Room<S>& room
 
 // Code is dear: what a launch runs is new to its multiprocessor. So loops are loops, but where registers must have names.
 template <class S>
-ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, float (&c)[28], bool given) {
+ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, float (&c)[28], int row, bool given) {
     const char *a = room.weights(0) + who.group * 8192, *b = room.x(0);
 #pragma unroll 1
     for (int chunk = 0; chunk < S::CHUNKS; ++chunk, a += S::WEIGHT_CHUNK, b += CHUNK_BYTES) {
         if (chunk % (S::CHUNKS / 2) == 0) {
-            if (chunk == 0 && !given)
+            if (chunk == 0 && row == 0 && !given)
                 device::await_fetches<1>();
             else
                 device::await_fetches<0>();
             device::before_products();
             device::sync_all();
         }
-        if (!given) device::barrier_wait(room.barrier(chunk), 0);
+        if (!given) device::barrier_wait(room.barrier(chunk), uint32_t(row & 1));
         if (chunk == 0) stamp(all, 3);
         device::products_begin();
 #pragma unroll
@@ -129,6 +136,8 @@ ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, 
     }
     device::products_end();
     stamp(all, 4);
+    // The next row's tokens take the place of this one's, and its factors.
+    device::sync_all();
 }
 
 ON_DEVICE float4 sum_of(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
@@ -143,16 +152,25 @@ ON_DEVICE float4 summed(const Who& who, const Room<S>& room, int slot) {
 }
 
 template <class S>
-ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const float (&c)[28], int n) {
+ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const float4& tile) {
     const device::Remote there = device::at_rank(room.sums(device::rank_in_cluster(), slot) + who.index, to);
-    device::send4(there, device::at_rank(room.sent(), to), c[4 * n], c[4 * n + 1], c[4 * n + 2], c[4 * n + 3]);
+    device::send4(there, device::at_rank(room.sent(), to), tile.x, tile.y, tile.z, tile.w);
+}
+ON_DEVICE float4 tile_of(const float (&c)[28], int n) { return {c[4 * n], c[4 * n + 1], c[4 * n + 2], c[4 * n + 3]}; }
+
+// What the cluster sent has been read; what it sends for the next row is counted anew.
+template <class S>
+ON_DEVICE void row_ends(const Who& who, const Common& all, const Room<S>& room, int row, int slots) {
+    if (row + 1 == all.rows) return;
+    if (who.thread == 0 && slots > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(S::CUTS * slots * GROUP * 16));
+    device::cluster_arrive();
 }
 
 // 1 / rms of the rows: read while products run, in shared memory after the next barrier.
-ON_DEVICE float squares_of(const Who& who, const Common& all) {
+ON_DEVICE float squares_of(const Who& who, const Common& all, int row) {
     float sum = 0.0f;
     if (who.thread < all.tokens) {
-        const float* at = all.squares + who.thread * all.square_parts;
+        const float* at = moved(all.squares, row * all.squares_step) + who.thread * all.square_parts;
         if (all.square_parts == TILES) {
             float4 part[4];
 #pragma unroll
@@ -197,60 +215,66 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
     using S = QkvShape;
     const Who who;
     const Room<S> room{shared};
-    const int tile = device::block_id() / S::CUTS, head = tile / 4, rank = device::rank_in_cluster();
-    begin(who, a.all, room, a.weight, min(QKV_TILES, max(TOKEN_TILES - rank * QKV_TILES, 0)) + 1, [=](int row) { return head * HEAD + tile % 4 * 32 + row / 16 * 8 + row % 8 + row / 8 % 2 * HALF; });
+    const int tile = device::block_id() / S::CUTS, head = tile / 4, rank = device::rank_in_cluster(), tokens = a.all.tokens;
+    const int slots = min(QKV_TILES, max(TOKEN_TILES - rank * QKV_TILES, 0)) + 1;
+    begin(who, a.all, room, a.weight, slots, [=](int row) { return head * HEAD + tile % 4 * 32 + row / 16 * 8 + row % 8 + row / 8 % 2 * HALF; });
     const int pair = tile % 4 * 32 + who.w * 8 + who.g;
-    float2 turn[QKV_TILES][2];
+    const float turns = head <= HEADS ? device::power_of_two(-a.log2_theta / HALF * float(pair)) : 0.0f;
+    await_others<S>(a.all);
+    ask_for_row(who, a.all, room, a.x, a.given, 0);
+#pragma unroll 1
+    for (int row = 0; row < a.all.rows; ++row) {
+        const int64_t at_row = row * a.all.step;
+        const float squares = squares_of(who, a.all, row), start = float(a.start[row]);
+        float2 turn[QKV_TILES][2];
 #pragma unroll
-    for (int i = 0; i < QKV_TILES; ++i)
+        for (int i = 0; i < QKV_TILES; ++i)
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int token = (rank * QKV_TILES + i) * 8 + who.t * 2 + j;
-            const float angle = float(*a.start + token) * device::power_of_two(-a.log2_theta / HALF * float(pair));
-            turn[i][j] = cos_sin(head <= HEADS ? angle : 0.0f);
+            for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * QKV_TILES + i) * 8 + who.t * 2 + j)) * turns);
+        float c[28];
+        multiply(who, a.all, room, c, row, a.given != nullptr);
+        ask_for_row(who, a.all, room, a.x, a.given, row + 1);
+        keep_factor(who, a.all, room.factors(), squares);
+        device::cluster_wait();
+        float4 with_shift = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            const float4 sum = tile_of(c, n);
+            send(who, room, n / QKV_TILES, n % QKV_TILES, sum);
+            if (n == tokens / 8) with_shift = sum;
         }
-    await_rows(who, a.all, room, a.x, a.given);
-    const float squares = squares_of(who, a.all);
-    float c[28];
-    multiply(who, a.all, room, c, a.given != nullptr);
-    keep_factor(who, a.all, room.factors(), squares);
-    device::cluster_wait();
-    const int shift_tile = a.all.tokens / 8;
+#pragma unroll 1
+        for (int to = 0; to < S::CUTS; ++to) send(who, room, to, QKV_TILES, with_shift);
+        device::sync_all();
+        device::barrier_wait(room.sent(), uint32_t(row & 1));
+        stamp(a.all, 5);
+        const float2 shift = shift_of(who, tokens, summed(who, room, QKV_TILES));
 #pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        send(who, room, n / QKV_TILES, n % QKV_TILES, c, n);
-        if (n == shift_tile)
+        for (int i = 0; i < QKV_TILES; ++i) {
+            const int n = rank * QKV_TILES + i;
+            if (n >= TOKEN_TILES) break;
+            const float4 sum = summed(who, room, i);
+            const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
-            for (int to = 0; to < S::CUTS; ++to) send(who, room, to, QKV_TILES, c, n);
-    }
-    device::sync_all();
-    device::barrier_wait(room.sent(), 0);
-    stamp(a.all, 5);
-    const float2 shift = shift_of(who, a.all.tokens, summed(who, room, QKV_TILES));
-#pragma unroll
-    for (int i = 0; i < QKV_TILES; ++i) {
-        const int n = rank * QKV_TILES + i;
-        if (n >= TOKEN_TILES) break;
-        const float4 sum = summed(who, room, i);
-        const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int token = n * 8 + who.t * 2 + j;
-            if (token >= a.all.tokens) continue;
-            const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
-            const float2 by = turn[i][j];
-            const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
-            if (head < HEADS) {
-                // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
-                char* at = a.q + n * (4 * 8192) + pair / 64 * 8192;
-                const int row = token % 8 * 8 + head;
-                *reinterpret_cast<bf16*>(at + in_chunk(row, pair % 64)) = first;
-                *reinterpret_cast<bf16*>(at + 2 * 8192 + in_chunk(row, pair % 64)) = second;
-            } else {
-                bf16* at = (head == HEADS ? a.k : a.v) + token * HEAD + pair;
-                at[0] = first, at[HALF] = second;
+            for (int j = 0; j < 2; ++j) {
+                const int token = n * 8 + who.t * 2 + j;
+                if (token >= tokens) continue;
+                const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
+                const float2 by = turn[i][j];
+                const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
+                if (head < HEADS) {
+                    // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
+                    char* at = a.q + at_row + n * (4 * 8192) + pair / 64 * 8192;
+                    const int query = token % 8 * 8 + head;
+                    *reinterpret_cast<bf16*>(at + in_chunk(query, pair % 64)) = first;
+                    *reinterpret_cast<bf16*>(at + 2 * 8192 + in_chunk(query, pair % 64)) = second;
+                } else {
+                    bf16* at = moved(a.kv[head - HEADS], at_row) + token * HEAD + pair;
+                    at[0] = first, at[HALF] = second;
+                }
             }
         }
+        row_ends(who, a.all, room, row, slots);
     }
     stamp(a.all, 7);
 }
@@ -267,36 +291,66 @@ ON_DEVICE void gate_up(const GateUp& a, char* shared) {
     static_assert(S::CUTS == S::BLOCKS);
     const Who who;
     const Room<S> room{shared};
-    const int first = device::block_id() / S::CUTS * S::BLOCKS * 32, rank = device::rank_in_cluster();
+    const int first = device::block_id() / S::CUTS * S::BLOCKS * 32, rank = device::rank_in_cluster(), tokens = a.all.tokens;
     begin(who, a.all, room, a.weight, TOKEN_TILES, [=](int row) { return first + row / 16 * 8 + row % 8 + row / 8 % 2 * MLP; });
-    await_rows(who, a.all, room, a.x, nullptr);
-    const float squares = squares_of(who, a.all);
-    float c[28];
-    multiply(who, a.all, room, c, false);
-    keep_factor(who, a.all, room.factors(), squares);
-    device::cluster_wait();
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) send(who, room, who.group, n, c, n);
-    device::sync_all();
-    device::barrier_wait(room.sent(), 0);
-    stamp(a.all, 5);
-    if (who.group != rank) return;
-    float2 shift = {0.0f, 0.0f};
     const int column = first + who.group * 32 + who.w * 8 + who.g;
+    await_others<S>(a.all);
+    ask_for_row(who, a.all, room, a.x, nullptr, 0);
 #pragma unroll 1
-    for (int n = a.all.tokens / 8; n >= 0; --n) {
-        const float4 sum = summed(who, room, n);
-        if (n == a.all.tokens / 8) shift = shift_of(who, a.all.tokens, sum);
-        const float gate[2] = {sum.x, sum.y}, up[2] = {sum.z, sum.w};
+    for (int row = 0; row < a.all.rows; ++row) {
+        const int64_t at_row = row * a.all.step;
+        const float squares = squares_of(who, a.all, row);
+        float c[28];
+        multiply(who, a.all, room, c, row, false);
+        ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
+        keep_factor(who, a.all, room.factors(), squares);
+        device::cluster_wait();
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int token = n * 8 + who.t * 2 + j;
-            if (token >= a.all.tokens) continue;
-            const float factor = room.factors()[token];
-            *in_chunks(a.hidden, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
+        for (int n = 0; n < TOKEN_TILES; ++n) send(who, room, who.group, n, tile_of(c, n));
+        device::sync_all();
+        device::barrier_wait(room.sent(), uint32_t(row & 1));
+        stamp(a.all, 5);
+        float2 shift = {0.0f, 0.0f};
+#pragma unroll 1
+        for (int n = who.group == rank ? tokens / 8 : -1; n >= 0; --n) {
+            const float4 sum = summed(who, room, n);
+            if (n == tokens / 8) shift = shift_of(who, tokens, sum);
+            const float gate[2] = {sum.x, sum.y}, up[2] = {sum.z, sum.w};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int token = n * 8 + who.t * 2 + j;
+                if (token >= tokens) continue;
+                const float factor = room.factors()[token];
+                *in_chunks(a.hidden + at_row, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
+            }
         }
+        row_ends(who, a.all, room, row, TOKEN_TILES);
     }
     stamp(a.all, 7);
+}
+
+// What a row's norms do to two columns of the stream.
+struct Lines {
+    float gate[2], scale[2], shift[2];
+
+    ON_DEVICE Lines(const Add& a, int row, int column) {
+        const float *line = a.table + (a.line == nullptr ? row : a.line[row]) * a.line_step, *next = line + a.norm_step;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = column + i * 8;
+            gate[i] = line[2 * WIDTH + at], scale[i] = 1.0f + next[at], shift[i] = next[WIDTH + at];
+        }
+    }
+};
+
+// The residual of a thread's two tokens and two columns.
+ON_DEVICE float4 residual_of(const Add& a, int row, int token, int column, const float4* kept) {
+    if (a.given == nullptr) return *kept;
+    float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
+    const float* at = a.given + (row * a.all.tokens + token) * WIDTH + column;
+    if (token < a.all.tokens) before.x = at[0], before.z = at[8];
+    if (token + 1 < a.all.tokens) before.y = at[WIDTH], before.w = at[WIDTH + 8];
+    return before;
 }
 
 // A cluster has 64 columns of the stream; each of its CTAs ends with one token tile.
@@ -305,71 +359,65 @@ ON_DEVICE void add(const Add& a, char* shared) {
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, n = device::rank_in_cluster(), tokens = a.all.tokens;
-    begin(who, a.all, room, a.weight, n < TOKEN_TILES, [=](int row) { return tile * TILE + row; });
-    const int column = tile * TILE + who.w * 16 + who.g;
-    const float *line = a.table + (a.line == nullptr ? 0 : *a.line) * a.line_step, *next = line + a.norm_step;
-    float gate[2], scale[2], shift[2];
+    const bool owns = n < TOKEN_TILES, last = a.scaled_last != nullptr;
+    begin(who, a.all, room, a.weight, owns, [=](int row) { return tile * TILE + row; });
+    const int column = tile * TILE + who.w * 16 + who.g, token = n * 8 + who.t * 2;
+    Lines lines(a, 0, column);
+    await_others<S>(a.all);
+    ask_for_row(who, a.all, room, a.x, nullptr, 0);
+#pragma unroll 1
+    for (int row = 0; row < a.all.rows; ++row) {
+        const int64_t at_row = row * a.all.step;
+        if (row > 0) lines = Lines(a, row, column);
+        float4* kept = reinterpret_cast<float4*>(moved(a.residual, at_row)) + (tile * TOKEN_TILES + n) * GROUP + who.index;
+        float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (owns) before = residual_of(a, row, token, column, kept);
+        float c[28];
+        multiply(who, a.all, room, c, row, false);
+        ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
+        device::cluster_wait();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int at = column + i * 8;
-        gate[i] = line[2 * WIDTH + at], scale[i] = 1.0f + next[at], shift[i] = next[WIDTH + at];
-    }
-    await_rows(who, a.all, room, a.x, nullptr);
-    float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
-    float4* kept = reinterpret_cast<float4*>(a.residual) + (tile * TOKEN_TILES + n) * GROUP + who.index;
-    const int token = n * 8 + who.t * 2;
-    if (n < TOKEN_TILES) {
-        if (a.given == nullptr) {
-            before = *kept;
-        } else {
-            const float* at = a.given + token * WIDTH + column;
-            if (token < tokens) before.x = at[0], before.z = at[8];
-            if (token + 1 < tokens) before.y = at[WIDTH], before.w = at[WIDTH + 8];
-        }
-    }
-    float c[28];
-    multiply(who, a.all, room, c, false);
-    device::cluster_wait();
+        for (int to = 0; to < TOKEN_TILES; ++to) send(who, room, to, 0, tile_of(c, to));
+        if (owns) {
+            device::barrier_wait(room.sent(), uint32_t(row & 1));
+            stamp(a.all, 5);
+            const float4 sum = summed(who, room, 0);
+            const float4 now = {before.x + lines.gate[0] * sum.x, before.y + lines.gate[0] * sum.y,
+                                before.z + lines.gate[1] * sum.z, before.w + lines.gate[1] * sum.w};
+            const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
+            if (!last) *kept = now;
+            float square[2];
 #pragma unroll
-    for (int to = 0; to < TOKEN_TILES; ++to) send(who, room, to, 0, c, to);
-    device::sync_all();
-    device::barrier_wait(room.sent(), 0);
-    stamp(a.all, 5);
-    if (n >= TOKEN_TILES) return;
-    const float4 sum = summed(who, room, 0);
-    const float4 now = {before.x + gate[0] * sum.x, before.y + gate[0] * sum.y, before.z + gate[1] * sum.z, before.w + gate[1] * sum.w};
-    const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
-    const bool last = a.scaled_last != nullptr;
-    if (!last) *kept = now;
-    float square[2];
+            for (int j = 0; j < 2; ++j) {
+                square[j] = value[j][0] * value[j][0] + value[j][1] * value[j][1];
+                if (token + j > tokens) continue;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        square[j] = value[j][0] * value[j][0] + value[j][1] * value[j][1];
-        if (token + j > tokens) continue;
+                for (int i = 0; i < 2; ++i) {
+                    const float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
+                    if (last) {
+                        a.scaled_last[(row * (tokens + 1) + token + j) * WIDTH + column + i * 8] = out;
+                        if (token + j < tokens) a.residual_last[(row * tokens + token + j) * WIDTH + column + i * 8] = value[j][i];
+                    } else {
+                        *in_chunks(a.scaled + at_row, token + j, column + i * 8) = rounded(out);
+                    }
+                }
+            }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float out = token + j == tokens ? shift[i] : value[j][i] * scale[i];
-            const int at = (token + j) * WIDTH + column + i * 8;
-            if (last) {
-                a.scaled_last[at] = out;
-                if (token + j < tokens) a.residual_last[at] = value[j][i];
-            } else {
-                *in_chunks(a.scaled, token + j, column + i * 8) = rounded(out);
+            for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) square[j] += device::from_lane_xor(square[j], step);
+            float* parts = room.factors();
+            if (who.g == 0)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) parts[who.w * 8 + who.t * 2 + j] = square[j];
+            device::sync_all();
+            if (who.thread < 8 && n * 8 + who.thread < tokens) {
+                const float* at = parts + who.thread;
+                float* out = last ? a.squares_out + row * tokens * TILES : moved(a.squares_out, at_row);
+                out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
             }
         }
-    }
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) square[j] += device::from_lane_xor(square[j], step);
-    float* parts = room.factors();
-    if (who.g == 0)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) parts[who.w * 8 + who.t * 2 + j] = square[j];
-    device::sync_all();
-    if (who.thread < 8 && n * 8 + who.thread < tokens) {
-        const float* at = parts + who.thread;
-        a.squares_out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
+        row_ends(who, a.all, room, row, owns);
     }
     stamp(a.all, 7);
 }
