@@ -16,7 +16,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=0, help="use so many; all by default")
     parser.add_argument("--workers", default="threads", choices=["threads", "processes"])
     parser.add_argument("--mode", default="auto", choices=["auto", "graph", "eager"])
-    parser.add_argument("--sustained", type=float, default=1.0, help="seconds in which launches are timed in a row")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds for which denoise steps are timed in a row")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
     parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--out", type=Path)

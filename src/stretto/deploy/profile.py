@@ -155,7 +155,7 @@ def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> tuple[dict
     whole = _segments(bench.model, tuple(step))
     turns = [pair for members in groups.values() for pair in (whole, _segments(bench.model, members[:1]))]
     times = bench.in_turn(turns, _lengths(bench.model), seconds=seconds)
-    together = Times(tuple(ms for some in times[::2] for ms in some.ms)).p50 / 1e3
+    together = Times(tuple(ms for some in times[::2] for ms in some.ms)).mean / 1e3
     each = {name: some.p50 / 1e3 for name, some in zip(groups, times[1::2], strict=True)}
     over = sum(each[name] * len(members) for name, members in groups.items()) - together
     launch = max(0.0, over / max(1, len(step) - 1))

@@ -37,6 +37,10 @@ class Times:
         return float(np.quantile(self.ms, q))
 
     @property
+    def mean(self) -> float:
+        return float(np.mean(self.ms))
+
+    @property
     def p50(self) -> float:
         return self.quantile(0.5)
 
@@ -62,9 +66,10 @@ def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: 
 def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *, seconds: float, ahead: int = 3) -> list[Times]:
     """Time `run(turn)` of each in turn by the device's clock, launched one behind the other.
 
-    The last third of `seconds` counts: a device under load draws all the power that it may, and its clock falls, so what is
-    timed one call at a time, or before the others, is faster than it will be. In turn, all see the same clock. Short ones
-    belong between long ones, so that they are queued by the time that the device comes to them.
+    The second half of `seconds` counts: a device under load draws all the power that it may, and its clock falls, so what is
+    timed one call at a time, or before the others, is faster than it will be. The clock then goes up and down by some
+    percent, so means over a second say more than single times. In turn, all see the same clock. Short ones belong between
+    long ones, so that they are queued by the time that the device comes to them.
     """
     under_way: deque[tuple[int, Stamp, Stamp, float]] = deque()
     samples: list[list[float]] = [[] for _ in runs]
@@ -78,7 +83,7 @@ def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *,
             if len(under_way) > ahead:
                 which, begin, end, at_s = under_way.popleft()
                 end.wait()
-                if at_s > 2.0 / 3.0 * seconds:
+                if at_s > 0.5 * seconds:
                     samples[which].append(end.ms_since(begin))
         turn += 1
     under_way[-1][2].wait()
