@@ -268,12 +268,16 @@ def policy_rows(model: Any, device: str, mode: Mode, small: bool, n: int) -> dic
     }
 
 
+def attempted(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return ask()
+    except Exception as error:  # a piece that fails must not lose the whole
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
 def policy(result: dict[str, Any], model: Any, args: argparse.Namespace) -> None:
     mode: Mode = "eager" if args.device == "cpu" else "graph"
-    try:
-        row = policy_rows(model, args.device, mode, args.small, args.n)
-    except Exception as error:  # the engine's rows are worth having without it
-        row = {"error": f"{type(error).__name__}: {error}"}
+    row = attempted(lambda: policy_rows(model, args.device, mode, args.small, args.n))
     result["rows"]["policy"] = row
     print("policy", json.dumps(row), flush=True)
 
@@ -295,9 +299,10 @@ def main() -> None:
     feed = feed_of(model, prompt)
     mode: Mode = "eager" if args.device == "cpu" else "graph"
     result: dict[str, Any] = {**provenance(torch.device(args.device)), "small": args.small, "prompt": prompt, "rows": {}}
-    result["machine"] = {**pieces(), "cold_copy_450_kB_us": cold_copies()}
+    asked: dict[str, Callable[[], Any]] = {"threads and copies": pieces, "cold_copy_450_kB_us": cold_copies}
     if args.device != "cpu":
-        result["machine"] |= {"to_device": to_device(device), "launches": launches(model, device, prompt)}
+        asked |= {"to_device": lambda: to_device(device), "launches": lambda: launches(model, device, prompt)}
+    result["machine"] = {name: attempted(ask) for name, ask in asked.items()}
     print("machine", json.dumps(result["machine"]), flush=True)
     plain = whole(model.route, args.device, mode=mode)
     urgent = plain.with_dispatch("deadline_limited")

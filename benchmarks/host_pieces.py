@@ -52,6 +52,7 @@ def pieces(n: int = 200) -> dict[str, Any]:
     return {"thread_hop_us": quantiles(hops), "copy_450_kB_us": quantiles(copies)}
 
 
+@torch.inference_mode()
 def launches(model: Any, device: torch.device, prompt: int) -> dict[str, Any]:
     """Time the launch of graphs on an idle device: what the host takes, and the device from the call to the end.
 
@@ -93,8 +94,7 @@ def launches(model: Any, device: torch.device, prompt: int) -> dict[str, Any]:
 def _captured(bench: Bench, segment: Segment, graphs: Graphs, prompt: int) -> Program:
     shapes = {"prompt": (prompt,)}
     program = Program(bench.model, segment, bench.arenas, mode="graph", batch_buckets=(1,), graphs=graphs, shapes=shapes)
-    with torch.inference_mode():
-        program.capture()
+    program.capture()
     return program
 
 
