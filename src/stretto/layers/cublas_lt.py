@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers.part import part
 from stretto.layers.tuning import Config
 
 E4M3 = torch.float8_e4m3fn
@@ -28,6 +29,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 14, E4M3: 28}
 _COMPUTE_FP32, _TRANSPOSED = 68, 1
 _TRANSA, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _SCALE_D, _FAST, _BIAS_TYPE = 3, 7, 8, 17, 18, 20, 25, 26
 _PLAIN, _BIASED, _GELU = 1, 4, 32
+_MULTIPROCESSORS = 15
 _MAX_WORKSPACE = 1
 
 
@@ -57,6 +59,8 @@ class Problem(NamedTuple):
     """On top of a residual."""
     scaled: bool
     """The result is multiplied before it is written."""
+    part: int = 0
+    """Multiprocessors that it is made for; 0: all."""
 
 
 def candidates(count: int) -> list[Config]:
@@ -120,7 +124,7 @@ def matmul(
     dtype = torch.float32 if residual is not None else dtype or x.dtype
     problem = Problem(
         x.numel() // inner, columns, inner, x.dtype == E4M3, dtype, None if bias_N is None else bias_N.dtype, gelu,
-        residual is not None, multiplier is not None,
+        residual is not None, multiplier is not None, part(),
     )  # fmt: skip
     out = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device)
     with torch.cuda.device(x.device), _Call(problem) as call:
@@ -187,6 +191,8 @@ class _Call:
         self._set(_EPILOGUE, ctypes.c_int32((_GELU if p.gelu else 0) | (_BIASED if p.bias is not None else 0) or _PLAIN))
         if p.coded:
             self._set(_FAST, ctypes.c_int8(1))
+        if p.part:
+            self._set(_MULTIPROCESSORS, ctypes.c_int32(p.part))
         if p.bias is not None:
             self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[p.bias]))
 
@@ -221,7 +227,8 @@ class _Call:
     def run(
         self, kernels: tuple[_Found, ...], algo: int, weight: Tensor, x: Tensor, residual: Tensor | None, out: Tensor
     ) -> None:
-        kernel = kernels[algo % len(kernels)]
+        # A place in the list was measured on the whole device.
+        kernel = kernels[0 if self.p.part else algo % len(kernels)]
         workspace = torch.empty(kernel.workspace, dtype=torch.uint8, device=x.device) if kernel.workspace else None
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if residual is None else 1.0)
         before = _at(residual) if residual is not None else _at(None if out.dtype == E4M3 else out)

@@ -3,6 +3,8 @@
 A table is one JSON file for one kind of device, written by `stretto bench --tune`. Tables are read in this order, the first
 one that knows a shape decides: the file that STRETTO_KERNEL_TABLE names, or else those in `~/.config/stretto/kernels`; then
 those that come with the package. Where no table knows a shape the op decides by its own rule. Both are reported.
+
+A part of a device (`layers.part`) has tables of its own, named as `part_name` says; what they do not know is as on the whole.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from stretto.core import env
 from stretto.core.errors import ConfigError
+from stretto.layers.part import part
 
 Config = Mapping[str, int | str]
 Key = tuple[int, ...]
@@ -220,17 +223,22 @@ class Choices:
         }
 
 
+def part_name(device: str, multiprocessors: int) -> str:
+    """Return the name by which tables know a part of a device."""
+    return f"{device}, {multiprocessors} multiprocessors" if multiprocessors else device
+
+
 @functools.cache
-def choices(device: torch.device) -> Choices:
-    """Return the choices for a device; tables are read once, until `choices.cache_clear()`.
+def choices(device: torch.device, multiprocessors: int = 0) -> Choices:
+    """Return the choices for a device, or for a part of it; tables are read once, until `choices.cache_clear()`.
 
     Raises:
         ConfigError: if a table cannot be used, whatever device it is for.
     """
     plain = device if device.type == "cuda" else torch.device(device.type)
     if plain != device:
-        return choices(plain)
-    name = device_name(device)
+        return choices(plain, multiprocessors)
+    name = part_name(device_name(device), multiprocessors)
     tables = [t for t in (load_table(p) for p in table_paths()) if t.device == name]
     known: dict[tuple[str, Key, str], Config] = {}
     for entry in _deciding_last(tables):
@@ -253,4 +261,9 @@ def tuned(op: str, key: Key, dtype: torch.dtype, device: torch.device) -> Config
     Raises:
         ConfigError: if a table cannot be used.
     """
+    multiprocessors = part()
+    if multiprocessors:
+        found = choices(device, multiprocessors).find(op, key, dtype_name(dtype))
+        if found is not None:
+            return found
     return choices(device).find(op, key, dtype_name(dtype))
