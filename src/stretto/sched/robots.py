@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Placement, Plan
@@ -120,6 +120,8 @@ class Server:
         ]
         periods = max(r.period_s for r in fleet)
         weather = self.weather if self.weather.noise else Weather(self.weather.seed, self.jitter)
+        if weather.ahead is None:
+            weather = replace(weather, ahead=0)  # costs are of whole pieces, and `deadline_limited` decides when one ends
         return Simulation({"policy": Load(plan, profile)}, runs, weather=weather).run(max(self.seconds, 8 * periods))
 
     def most(self, robot: Robot, limit: int = 512) -> int:
