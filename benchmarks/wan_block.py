@@ -48,6 +48,7 @@ from stretto.models.wan_light import LightDecoder
 TARGET_MS = {("wan2.1-1.3b", 1): 1.2, ("wan2.2-5b", 1): 1.0, ("wan2.1-14b", 1): 3.3}
 VAES = {16: wan_vae.WAN21_VAE, 48: wan_vae.WAN22_VAE}
 TINY = "wan-tiny"
+WAYS = ["fused", "contiguous", "fused, channels_last", "channels_last"]
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,12 @@ def decoders_of(name: str, timing: Timing, frames: Sequence[int], ways: Sequence
     config, small = sized(name, 1), name == TINY
     dtype, device = getattr(torch, config.dtype), timing.device
     changes = {"base_dim": 8, "dim_mult": (1, 1, 1, 1), "num_res_blocks": 1, "decoder_base_dim": 8} if small else {}
-    with torch.device(device):
-        vae = wan_vae.build_vae(VAES[config.channels], **changes).to(dtype=dtype)
     widths = (256, 128, 64) if config.space_stride == 8 else (256, 128, 64, 64)
     light = LightDecoder(config.channels, config.space_stride, widths, dtype=dtype, device=device)
     for way in ways:
-        full = wan_vae.VaeDecoder(vae, channels_last=way == "channels_last")
+        with torch.device(device):
+            vae = wan_vae.build_vae(VAES[config.channels], **changes).to(dtype=dtype)
+        full = wan_vae.VaeDecoder(vae, channels_last="channels_last" in way, fused="fused" in way)
         for kind, decoder in (("decode", full), ("decode_light", light)) if way == ways[0] else (("decode", full),):
             for count in frames:
                 case = {"model": config.name, "chunk_frames": count, "rows": 1, "stage": kind, "way": way}
@@ -201,7 +202,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sustained", type=float, default=1.2, help="seconds of launches in a row")
     parser.add_argument("--budget-seconds", type=float, default=300.0)
     parser.add_argument("--decoders", nargs="*", default=[], help="models whose decoders are timed too")
-    parser.add_argument("--ways", nargs="*", default=["contiguous", "channels_last"], choices=["contiguous", "channels_last"])
+    parser.add_argument(
+        "--ways", nargs="*", default=WAYS, choices=WAYS, help="to run a decoder; the light one beside the first"
+    )
     parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself on any device")
     args = parser.parse_args()

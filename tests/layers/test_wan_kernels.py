@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels.channel_norm import channel_norm_silu
 from stretto.layers.kernels.level_norm import (
     add_level_layer_norm,
     add_level_layer_norm_coded,
@@ -157,3 +158,15 @@ def test_a_split_without_keys_does_not_count() -> None:
     lse = torch.stack([normal(1, 2, 20, dtype=torch.float32), torch.full((1, 2, 20), float("-inf"), device=DEVICE)], 1)
     for made in (join_splits.kernel(part, lse), join_splits.reference(part, lse)):
         agree(made, part[:, 0])
+
+
+@kernel_test
+@pytest.mark.parametrize("by_pixel", [False, True])
+@pytest.mark.parametrize("shape", [(1, 40, 2, 5, 7), (2, 96, 1, 4, 9), (1, 16, 3, 5)])
+def test_the_norm_over_channels_is_the_same_however_they_lie(shape: tuple[int, ...], by_pixel: bool) -> None:
+    x, gamma = normal(*shape, dtype=torch.float32), normal(shape[1], dtype=torch.float32, seed=1)
+    if by_pixel:
+        x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    got = channel_norm_silu.kernel(x, gamma)
+    assert got.stride() == x.stride()
+    agree(got, channel_norm_silu.reference(x, gamma))

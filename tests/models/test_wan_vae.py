@@ -61,11 +61,19 @@ def test_streaming_decode_equals_the_full_decode_over_many_chunks(form: Form, ch
 
 
 @pytest.mark.parametrize(("form", "changes"), FORMS)
-def test_channels_side_by_side_give_the_same_frames(form: Form, changes: Form) -> None:
+@pytest.mark.parametrize(("channels_last", "fused"), [(True, False), (False, True), (True, True)])
+def test_other_layouts_and_fewer_passes_give_the_same_frames(
+    form: Form, changes: Form, channels_last: bool, fused: bool
+) -> None:
     vae = small_vae(form, changes)
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))  # gammas are ones else
     x = latents(vae, 4)
     want = whole_decode(vae, x)
-    decoder = VaeDecoder(vae, channels_last=True)
+    names = set(vae.state_dict())
+    decoder = VaeDecoder(vae, channels_last=channels_last, fused=fused)
+    assert set(vae.state_dict()) == names
     caches = new_caches(decoder.caches(4, 6), "cpu")
     got = torch.cat([decoder.pixels(chunk, caches, first=i == 0) for i, chunk in enumerate(x.split(1))])
     torch.testing.assert_close(got, want, atol=2e-5, rtol=0)

@@ -23,6 +23,7 @@ from stretto.core.errors import ConfigError, ObservationError
 from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec, TensorSpec
 from stretto.models.wan_config import WanConfig
+from stretto.models.wan_vae_fused import fuse
 
 WAN21_MEAN = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
@@ -181,11 +182,14 @@ class VaeDecoder:
     """The decoder of diffusers' `AutoencoderKLWan`, Wan2.1 or Wan2.2 form.
 
     With `channels_last` weights, frames and caches keep the channels of a pixel side by side, as the convolutions of a GPU
-    want them; the weights of `vae` are laid out anew.
+    want them; the weights of `vae` are laid out anew. `fused` makes fewer passes over the frames (`wan_vae_fused`), by
+    replacing parts of `vae`.
     """
 
-    def __init__(self, vae: nn.Module, *, channels_last: bool = False) -> None:
+    def __init__(self, vae: nn.Module, *, channels_last: bool = False, fused: bool = False) -> None:
         self.module = vae
+        if fused:
+            fuse(cast(nn.Module, vae.decoder))
         if channels_last:
             _lay_out_by_pixel(cast(nn.Module, vae.decoder))
         self._half = Half(cast(nn.Module, vae.decoder), 1, 1, channels_last=channels_last)
