@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from toys import toy
 
 from stretto.sched.dispatch import POLICIES, Limits, Waiting, deadline_limited, earliest_virtual_deadline_first, ring_cap
+from stretto.sched.patience import Patience
 from stretto.sched.robots import Fleet, Robot, Server
 
 COSTS = {0: (0.030, 0.036, 0.042, 0.048)}
@@ -128,6 +129,51 @@ def test_as_many_start_as_end_on_time_by_all_the_stages_that_are_left() -> None:
     decision = deadline_limited(0.0, tasks, LIMITS)
     assert set(decision.run) == {1, 2, 3}
     assert [r.key for r in decision.refuse] == [0]
+
+
+def test_a_robot_in_a_hurry_goes_ahead_of_started_ones_that_can_wait() -> None:
+    patient = [robot(i, 1, 0.5) for i in range(3)]
+    hurried = robot(3, 0, 0.025)
+    # With all of them, its prefix would end after 2 + 24 ms and its chunk after 36.
+    decision = deadline_limited(0.0, [*patient, hurried], LIMITS)
+    assert (decision.run, decision.refuse) == ((3,), ())
+    later = hurried._replace(kind=1, ahead=ROUTE[2:], started=True)
+    assert deadline_limited(0.002, [*patient, later], LIMITS).run == (3,)
+
+
+def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothing() -> None:
+    patient, hurried = robot(0, 1, 0.5), robot(1, 3, 0.0095)
+    sharing = patient._replace(kind=2, ahead=ROUTE[3:])
+    assert deadline_limited(0.0, [patient, sharing._replace(key=2, stream=2), hurried], LIMITS).run == (1, 2)
+
+
+def test_nobody_goes_ahead_of_started_robots_that_cannot_wait() -> None:
+    started, hurried = [robot(i, 1, 0.029) for i in range(2)], robot(2, 0, 0.025)
+    decision = deadline_limited(0.0, [*started, hurried], LIMITS)
+    assert 2 not in decision.run
+    assert [r.key for r in decision.refuse] == [2]
+
+
+def test_a_batch_is_no_longer_than_who_may_come_next_can_wait_for() -> None:
+    tasks = [robot(i, 0, 1.0) for i in range(4)]
+    assert len(deadline_limited(0.0, tasks, LIMITS).run) == 4
+    hasty = Limits(4, costs=STAGES, margin=0.0, patience_s=0.005)
+    assert deadline_limited(0.0, tasks, hasty).run == (0, 1)
+    never = Limits(4, costs=STAGES, margin=0.0, patience_s=0.001)
+    assert deadline_limited(0.0, tasks, never).run == (0,)
+
+
+def test_patience_is_half_of_what_the_tightest_of_late_had_to_spare() -> None:
+    patience = Patience()
+    assert patience.note(1, math.inf, 0.0) == math.inf
+    assert patience.note(2, 0.040, 0.0) == 0.020
+    assert patience.note(3, 0.100, 1.0) == 0.020
+    assert patience.note(2, 0.060, 2.0) == 0.030
+    # Who cannot be on time at all hurries nobody, and who has not asked for a while is forgotten.
+    assert patience.note(4, -0.010, 3.0) == 0.030
+    assert patience.note(3, 0.100, 8.0) == 0.050
+    patience.forget(3)
+    assert patience.note(4, math.inf, 8.0) == math.inf
 
 
 def test_a_newcomer_catches_up_so_that_denoise_steps_are_shared() -> None:

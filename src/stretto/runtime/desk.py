@@ -24,6 +24,7 @@ from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
 from stretto.runtime.ways import Ways
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.patience import Patience
 
 _REFUSALS: Mapping[str, type[RefusedError]] = {"deadline": DeadlineError, "superseded": SupersededError}
 
@@ -63,7 +64,7 @@ class Desk:
         self.limits = Limits(batch_cap=plan.batch_cap(name))
         self.residents = Residents(model, name, arenas.state_slots, ways)
         self.touched = Touched(len(lanes))
-        self._served = Served()
+        self._served, self._patience = Served(), Patience()
         self._keys: dict[Flow, int] = {}
         self._arrived = 0
 
@@ -83,7 +84,17 @@ class Desk:
             return
         self._keys[flow] = self._arrived
         self._arrived += 1
+        if flow.at == 0 and self.limits.costs:
+            self._hear_deadline(flow)
         self._lanes[flow.placement.lane].waiting.append(flow)
+
+    def _hear_deadline(self, flow: Flow) -> None:
+        _, left_s, _ = self._can.progress(flow, self.limits)
+        alone_s = self.limits.seconds(self._can.entry(flow).number, 1) + left_s
+        now_s = self._clock()
+        patience_s = self._patience.note(flow.stream, flow.deadline_s - now_s - alone_s, now_s)
+        if patience_s != self.limits.patience_s:
+            self.limits = replace(self.limits, patience_s=patience_s)
 
     def close_stream(self, stream: int) -> None:
         """Drop a stream's chunks that wait here, and its state."""
@@ -93,6 +104,7 @@ class Desk:
             for flow in dropped:
                 self._end(flow, StreamClosedError("the stream was closed"))
         self._served.forget(stream)
+        self._patience.forget(stream)
         self.residents.close(stream)
 
     def clear(self, error: Exception) -> None:

@@ -19,7 +19,8 @@ from stretto.sched.dispatch_types import Decision, Limits, Refusal, Waiting
 def deadline_limited(now_s: float, waiting: Sequence[Waiting], limits: Limits) -> Decision:
     """Serve robots: start as many as stay on time together with those who have started, and refuse who cannot be.
 
-    A newer observation of the same robot replaces one that has not started. When more wait than can be on time, those who
+    Who is on time only if the started ones wait goes ahead of them, if they can wait. A newer observation of the same robot
+    replaces one that has not started. When more wait than can be on time, those who
     have had the least device time come first. `now_s` is when the device is free. What has no deadline takes the room that
     is left in batches, and the device when nobody with a deadline is there. Needs `limits.costs` and `Waiting.ahead` to look
     ahead; without them only what is late already is refused.
@@ -54,10 +55,10 @@ class _Table:
     def decide(self, waiting: Sequence[Waiting]) -> Decision:
         self.work = Work(self.limits)
         self._sort(waiting)
-        self.forecast = Forecast(self.limits)
-        for task in self.begun:
-            self.forecast.add(self.work.of(task).visits)
+        self.forecast = self._together(self.begun)
         ends = self.forecast.ends()
+        if hurried := self._hurried(ends):
+            return self._ahead(hurried)
         safe = [t for t in self.begun if self._spare_s(t, ends) >= 0.0]
         chosen = self._start(safe) if self.fresh else []
         ready = [*self.begun, *chosen]
@@ -71,6 +72,49 @@ class _Table:
             if chosen:
                 ends = self.forecast.ends(self.work.of(chosen[0]).visits, len(chosen))
             batch += self._fillers(kind, len(batch), min(self._spare_s(t, ends) for t in ready))
+        return Decision(tuple(t.key for t in batch), tuple(self.refuse))
+
+    def _together(self, tasks: Sequence[Waiting]) -> Forecast:
+        forecast = Forecast(self.limits)
+        for task in tasks:
+            forecast.add(self.work.of(task).visits)
+        return forecast
+
+    def _hurried(self, ends: dict[int, list[float]]) -> list[Waiting]:
+        """Return those who are on time only if others wait for them, if the others then are on time, too."""
+        behind = [t for t in self.begun if self._spare_s(t, ends) >= 0.0]
+        late = [t for t in self.begun if self._spare_s(t, ends) < 0.0]
+        alone: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
+        for task in self.fresh if self.begun else ():
+            key = task.kind, task.ahead
+            if key not in alone:
+                alone[key] = self.forecast.ends(self.work.of(task).visits, 1)
+            if self._spare_s(task, alone[key]) < 0.0:
+                late.append(task)
+        late.sort(key=urgency)
+        for n in range(len(late) if behind else 0, 0, -1):
+            first = late[:n]
+            ends = self._together(first).ends()
+            if any(self._spare_s(t, ends) < 0.0 for t in first):
+                continue
+            held_up_s = max(max(times) for times in ends.values())
+            rest = [*behind, *(t for t in late[n:] if t.started)]
+            ends = self._together(rest).ends()
+            if all(self._spare_s(t, ends) >= held_up_s for t in rest):
+                return first
+        return []
+
+    def _ahead(self, hurried: Sequence[Waiting]) -> Decision:
+        """Run these before all others, who come along where a batch gains by it, as far as nobody is late for it."""
+        kind = min(t.kind for t in hurried)
+        alike = [t for t in hurried if t.kind == kind]
+        first = alike[: batch_size(kind, len(alike), self.limits)]
+        ends = self._together(hurried).ends()
+        spare_s = min(self._spare_s(t, ends) for t in hurried)
+        seconds = self.limits.seconds
+        gains = seconds(kind, len(first) + 1) - seconds(kind, len(first)) < 0.5 * seconds(kind, 1)
+        also = [t for t in self.begun if t.kind == kind and t not in alike] if gains else []
+        batch = [*first, *self._joining(also, kind, len(first), spare_s)]
         return Decision(tuple(t.key for t in batch), tuple(self.refuse))
 
     def _sort(self, waiting: Sequence[Waiting]) -> None:
@@ -164,7 +208,10 @@ class _Table:
 
     def _fillers(self, kind: int, rows: int, spare_s: float) -> list[Waiting]:
         """Return tasks without a deadline that join the batch, as far as nobody is late for it."""
-        alike = sorted((t for t in self.idle if t.kind == kind), key=urgency)
+        return self._joining([t for t in self.idle if t.kind == kind], kind, rows, spare_s)
+
+    def _joining(self, tasks: Sequence[Waiting], kind: int, rows: int, spare_s: float) -> list[Waiting]:
+        alike = sorted(tasks, key=urgency)
         most = min(len(alike), self.limits.cap(kind) - rows)
         now_s = self.limits.seconds(kind, rows)
         while most > 0 and self.limits.seconds(kind, rows + most) - now_s > spare_s:

@@ -40,9 +40,14 @@ def splits(costs: tuple[float, ...], cap: int) -> Splits:
 
 
 def batch_size(kind: int, rows: int, limits: Limits) -> int:
-    """Return how many of these rows to run first."""
+    """Return how many of these rows to run first: the cheapest, as far as who may come meanwhile can wait for it."""
     costs, cap = limits.costs.get(kind), limits.cap(kind)
-    return splits(tuple(costs), cap).first[min(rows, 2 * cap)] if costs else min(rows, cap)
+    if not costs:
+        return min(rows, cap)
+    size = splits(tuple(costs), cap).first[min(rows, 2 * cap)]
+    while size > 1 and limits.seconds(kind, size) > limits.patience_s:
+        size -= 1
+    return size
 
 
 class Left(NamedTuple):

@@ -49,6 +49,8 @@ class Limits:
     """Share added to a cost before it is held against a deadline."""
     allowed_late_s: float = 0.0
     """Lateness up to which a chunk is still worth running."""
+    patience_s: float = math.inf
+    """Longest batch that somebody who comes right after its launch can wait for and still be on time."""
 
     def cap(self, kind: int) -> int:
         return min(self.batch_cap, self.kind_caps[kind]) if kind in self.kind_caps else self.batch_cap

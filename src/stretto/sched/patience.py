@@ -1,0 +1,35 @@
+"""How long a batch may hold up whoever comes next, from the deadlines that streams had of late.
+
+A device takes up its next batch only when the one in hand ends, and with a host that launches ahead one more is behind it. So
+a robot that comes a moment too late waits for two; with batches of half its spare time it is still on time.
+"""
+
+from __future__ import annotations
+
+import math
+
+REMEMBERED_S = 5.0
+IN_THE_WAY = 2
+"""Batches that a newcomer may find ahead of it: the running one and the one that was launched ahead."""
+
+
+class Patience:
+    """Spare time of each stream's last request, forgotten after `REMEMBERED_S`. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, tuple[float, float]] = {}
+
+    def note(self, stream: int, spare_s: float, now_s: float) -> float:
+        """Take the spare time of a new request, its deadline less what it needs alone; return the longest batch for now."""
+        self._spare.pop(stream, None)
+        if 0.0 < spare_s < math.inf:
+            self._spare[stream] = (spare_s, now_s)
+        while self._spare:
+            oldest = next(iter(self._spare))
+            if self._spare[oldest][1] >= now_s - REMEMBERED_S:
+                break
+            del self._spare[oldest]
+        return min((spare for spare, _ in self._spare.values()), default=math.inf) / IN_THE_WAY
+
+    def forget(self, stream: int) -> None:
+        self._spare.pop(stream, None)
