@@ -48,7 +48,7 @@ from stretto.models.wan_light import LightDecoder
 TARGET_MS = {("wan2.1-1.3b", 1): 1.2, ("wan2.2-5b", 1): 1.0, ("wan2.1-14b", 1): 3.3}
 VAES = {16: wan_vae.WAN21_VAE, 48: wan_vae.WAN22_VAE}
 TINY = "wan-tiny"
-WAYS = ["fused", "contiguous", "fused, channels_last", "channels_last"]
+WAYS = ["contiguous", "fused", "fused, channels_last", "fused, benchmark", "channels_last"]
 
 
 @dataclass(frozen=True)
@@ -132,36 +132,45 @@ def stages_of(
         yield {**case, "rows": 1, "stage": "block, kernels", **total, "kernels": listed}
 
 
-def decoders_of(name: str, timing: Timing, frames: Sequence[int], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
+def decoders_of(name: str, timing: Timing, counts: Sequence[int], ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each decoder and chunk length; `ways` are memory formats of the convolutions."""
     config, small = sized(name, 1), name == TINY
     dtype, device = getattr(torch, config.dtype), timing.device
     changes = {"base_dim": 8, "dim_mult": (1, 1, 1, 1), "num_res_blocks": 1, "decoder_base_dim": 8} if small else {}
     widths = (256, 128, 64) if config.space_stride == 8 else (256, 128, 64, 64)
     light = LightDecoder(config.channels, config.space_stride, widths, dtype=dtype, device=device)
+    first: dict[int, Tensor] = {}
     for way in ways:
+        torch.backends.cudnn.benchmark = "benchmark" in way
+        torch.manual_seed(0)
         with torch.device(device):
             vae = wan_vae.build_vae(VAES[config.channels], **changes).to(dtype=dtype)
         full = wan_vae.VaeDecoder(vae, channels_last="channels_last" in way, fused="fused" in way)
         for kind, decoder in (("decode", full), ("decode_light", light)) if way == ways[0] else (("decode", full),):
-            for count in frames:
+            for count in counts:
                 case = {"model": config.name, "chunk_frames": count, "rows": 1, "stage": kind, "way": way}
                 try:
-                    yield case | decoder_row(config, decoder, count, timing)
+                    row, frames = decoder_row(config, decoder, count, timing)
+                    if kind == "decode":
+                        apart = (frames.int() - first.setdefault(count, frames).int()).abs().float()
+                        row["bytes_off"] = {"mean": round(float(apart.mean()), 4), "most": int(apart.max())}
+                    yield case | row
                 except Exception as error:  # as above
                     yield case | {"error": f"{type(error).__name__}: {error}"[:400]}
 
 
-def decoder_row(config: WanConfig, decoder: wan_vae.Decoder, frames: int, timing: Timing) -> dict[str, Any]:
-    latents = torch.randn(frames, *config.latent_shape[1:], device=timing.device)
+def decoder_row(config: WanConfig, decoder: wan_vae.Decoder, frames: int, timing: Timing) -> tuple[dict[str, Any], Tensor]:
+    """Return the row of one decoder, and what it decodes of the same latents behind the same ones."""
+    generator = torch.Generator(device=timing.device).manual_seed(frames)
+    latents = torch.randn(frames, *config.latent_shape[1:], generator=generator, device=timing.device)
     caches = wan_vae.new_caches(decoder.caches(*config.latent_shape[2:]), timing.device)
     weight_bytes = sum(p.nbytes for p in decoder.module.parameters())
     with FlopCounterMode(display=False) as counter:
-        decoder.decode(latents, caches, first=False)
+        made = decoder.decode(latents, caches, first=False)
     gflop = counter.get_total_flops() / 1e9
     run = timing.graph(lambda: decoder.decode(latents, caches, first=False))
     found = sustained(run, timing.device, timing.sensors, min(timing.sustained_s, 0.6))
-    return {
+    row = {
         "mode": "graph" if timing.device.type == "cuda" else "eager",
         "cache_bytes": sum(c.nbytes for c in caches),
         "weight_bytes": weight_bytes,
@@ -171,6 +180,7 @@ def decoder_row(config: WanConfig, decoder: wan_vae.Decoder, frames: int, timing
         "p99_ms": found["ms"]["p99"],
         "sustained": found,
     }
+    return row, made
 
 
 def memory_of(config: WanConfig) -> dict[str, Any]:

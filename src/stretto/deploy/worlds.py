@@ -149,4 +149,5 @@ def decoder_of(config: WanConfig, device: str) -> Decoder:
         light.module.to(device)
         return light
     changes = _SMALL_VAE if config.name == TINY else {}
-    return wan_vae.VaeDecoder(wan_vae.build_vae(_VAES[config.channels], **changes).to(device=device, dtype=dtype))
+    vae = wan_vae.build_vae(_VAES[config.channels], **changes).to(device=device, dtype=dtype)
+    return wan_vae.VaeDecoder(vae, fused=True)
