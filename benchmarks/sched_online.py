@@ -144,13 +144,16 @@ def in_ms(seconds: list[float]) -> dict[str, float]:
 
 
 def check(devices: list[Device], profiles: Mapping[str, Profile], admission: Admission, seed: int) -> list[str]:
-    """Run the plan of the moment, with noise, and name the promises that do not hold."""
+    """Run the plan of the moment, with noise, with one row a launch and with capped batches; name what does not hold."""
     placed = dict(admission.planner.placed)
-    plans = to_plans(devices, profiles, placed, batching=False)
+    broken = []
     # Everybody starts at once here; the queues of a device that is nearly full take twenty intervals to settle.
     trial = Trial(60, 24, Weather(seed=seed, noise=0.03))
-    found = simulate(plans, profiles, [p.spec for p in placed.values()], trial)
-    return [f"{name}: {what}" for name, what in found.broken.items()]
+    for batching in (False, True):
+        plans = to_plans(devices, profiles, placed, batching=batching)
+        found = simulate(plans, profiles, [p.spec for p in placed.values()], trial)
+        broken += [f"{name}: {what}{', in batches' if batching else ''}" for name, what in found.broken.items()]
+    return broken
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import platform
@@ -83,19 +84,27 @@ def scenario(chosen: Scenario, methods: tuple[str, ...], noise: float) -> dict[s
 
 
 def joint_with_greedy(model: str = "wan2.1-14b") -> list[dict[str, Any]]:
-    """Spread every stream over eight devices with equal ranks, and batch greedily or with the cap of the ring."""
+    """Spread every stream over eight devices with equal ranks, and batch greedily or with the cap of the ring.
+
+    Greedy means: whatever waits, when the device is free or, as on a GPU, one launch ahead of that.
+    """
     profile = costs(model, {})
     devices = [Device(f"gpu:{i}", f"node{i // 8}", profile.memory_bytes) for i in range(24)]
     out = []
     for streams in (18, 20, 21):
         specs = [StreamSpec(f"s{i}", model, 1.6, 8.0) for i in range(streams)]
         placed = spread(profile, devices, specs)
-        for name, options in (
-            ("greedy batches, first come first served", {"greedy": True, "dispatch": "first_come_first_served"}),
-            ("capped, virtual deadlines", {"dispatch": "earliest_virtual_deadline_first"}),
-            ("no batches, virtual deadlines", {"batching": False, "dispatch": "earliest_virtual_deadline_first"}),
+        for name, ahead, options in (
+            ("greedy batches, first come first served", 0, {"greedy": True, "dispatch": "first_come_first_served"}),
+            ("greedy batches, first come first served", 1, {"greedy": True, "dispatch": "first_come_first_served"}),
+            ("greedy batches, virtual deadlines", 0, {"greedy": True, "dispatch": "earliest_virtual_deadline_first"}),
+            ("greedy batches, virtual deadlines", 1, {"greedy": True, "dispatch": "earliest_virtual_deadline_first"}),
+            ("greedy batches, sweep", 1, {"greedy": True, "dispatch": "sweep"}),
+            ("capped, virtual deadlines", 1, {"dispatch": "earliest_virtual_deadline_first"}),
+            ("no batches, virtual deadlines", 1, {"batching": False, "dispatch": "earliest_virtual_deadline_first"}),
         ):
-            plans = to_plans(devices, {model: profile}, placed, **options)
+            plans = to_plans(devices, {model: profile}, placed, **options)  # type: ignore[arg-type]
+            plans = {m: replace(plan, ahead=ahead) for m, plan in plans.items()}
             found = simulate(plans, {model: profile}, specs, Trial(40, 15, Weather(noise=0.03)))
             caps = sorted(set(plans[model].batch_caps.values()))
             broken = len(found.broken)
@@ -103,6 +112,7 @@ def joint_with_greedy(model: str = "wan2.1-14b") -> list[dict[str, Any]]:
                 {
                     "streams": streams,
                     "dispatch": name,
+                    "ahead": ahead,
                     "caps": caps,
                     "broken": broken,
                     "response_ms_p99": found.response_ms(0.99),
@@ -130,13 +140,15 @@ def convoys() -> list[dict[str, Any]]:
     profile = replace(base, stages={**base.stages, "block.*": block}, max_batch=16)
     devices = [Device(f"gpu:{i}") for i in range(4)]
     out = []
-    for order in ("first_come_first_served", "oldest_chunk_first"):
+    orders = ("first_come_first_served", "oldest_chunk_first", "sweep")
+    for order, ahead in itertools.product(orders, (0, 1)):
         for cap in (1, 2, 4, 8, 16):
             plan = by_block(profile, devices, batch_cap=cap, quantum=5).with_dispatch(order)
-            rates = [_rate(profile, replace(plan, in_flight=4), seed) for seed in range(8)]
+            rates = [_rate(profile, replace(plan, in_flight=4, ahead=ahead), seed) for seed in range(8)]
             mean, least = sum(rates) / len(rates), min(rates)
             row = {
                 "order": order,
+                "ahead": ahead,
                 "batch_cap": cap,
                 "chunks_per_s_per_gpu": round(mean, 2),
                 "worst_of_8_seeds": round(least, 2),

@@ -148,6 +148,10 @@ def _places(axes: Any, row: Row, method: str, profiles: Mapping[str, Profile]) -
             grid[lanes[r.device]][i] = columns[p.spec.model].work_s_of(r.start, r.stop) / p.spec.interval_s
     image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0, interpolation="nearest")
     _name(axes, list(lanes))
-    axes.set_xlabel("streams")
+    if len(placed) <= 24:
+        axes.set_xticks(range(len(placed)), [p.spec.name for p in placed], rotation=60, ha="right", fontsize=6)
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("streams")
     axes.set_title("share of a device's time", fontsize=10)
     axes.figure.colorbar(image, ax=axes, fraction=0.05)
