@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
-from stretto.layers.kernels import prefix_hopper as hopper
+from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.fp8_activation import to_fp8
@@ -120,18 +120,37 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 @pytest.mark.parametrize("cut", [(64, 2), (32, 3)])
 def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, int]) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
-    if not hopper.takes(q, k):
+    if not hopper.takes(q, k, v):
         pytest.skip("needs Hopper and Triton's Gluon")
     slots, multiplier = torch.tensor([2, 1], device=DEVICE), torch.full((1,), 40.0, device=DEVICE)
     mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
     mask[0, :64] = False
-    got = hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut))
+    got = hopper.hopper_attention(q, k, v, slots, mask, hopper.Tiling(*cut))
     agree(got, prefix_attention.reference(q, k, v, slots, key_mask_BP=mask))
-    assert torch.equal(got, hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut)))
-    coded = hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut), multiplier=multiplier)
+    assert torch.equal(got, hopper.hopper_attention(q, k, v, slots, mask, hopper.Tiling(*cut)))
+    coded = hopper.hopper_attention(q, k, v, slots, mask, hopper.Tiling(*cut), multiplier=multiplier)
     assert torch.equal(coded.float(), to_fp8(got, multiplier).float())
     mask[1] = False
-    assert not hopper.prefix_hopper(q, k, v, slots, mask, hopper.Tiling(*cut))[1].any()
+    assert not hopper.hopper_attention(q, k, v, slots, mask, hopper.Tiling(*cut))[1].any()
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("splits", [1, 3, 6])
+def test_a_suffix_attends_to_a_slot_and_to_itself_with_softmax_beside_the_products(splits: int) -> None:
+    q, k, v = normal(2, 50, 8, 256), normal(3, 300, 1, 256, seed=1), normal(3, 300, 1, 256, seed=2)
+    fresh = normal(2, 50, 2, 256, seed=4).chunk(2, dim=2)
+    if not hopper.takes(q, k, v, *fresh):
+        pytest.skip("needs Hopper and Triton's Gluon")
+    slots, length = torch.tensor([2, 1], device=DEVICE), torch.tensor([290, 130], dtype=torch.int32, device=DEVICE)
+    mask = torch.rand(2, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
+    mask &= torch.arange(300, device=DEVICE) < length[:, None]
+    named = {"key_mask_BP": mask, "length_B": length, "k_suffix_BTKd": fresh[0], "v_suffix_BTKd": fresh[1]}
+    want = prefix_attention.reference(q, k, v, slots, **named)
+    cut = hopper.Tiling(64, 2, splits)
+    got = hopper.hopper_attention(q, k, v, slots, mask, cut, length_B=length, suffix=fresh)
+    agree(got, want)
+    assert torch.equal(got, hopper.hopper_attention(q, k, v, slots, mask, cut, length_B=length, suffix=fresh))
 
 
 @kernel_test

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels import prefix_hopper as hopper
+from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.language import cdiv, multiprocessors
 from stretto.layers.kernels.split_attention import FIELDS, Keys, Tiling, choose_tiling, fits, split_attention
@@ -164,10 +164,24 @@ def prefix_attention_triton(
     if k_suffix_BTKd is None:
         return split_attention(q_BTHd, keys, scale)
     key = (*q_BTHd.shape, k_arena_SPKd.shape[2], k_arena_SPKd.shape[1], k_suffix_BTKd.shape[1])
-    cut = _split_cut(tuned("suffix_attention", key, q_BTHd.dtype, q_BTHd.device))
+    choice = tuned("suffix_attention", key, q_BTHd.dtype, q_BTHd.device)
+    if choice is not None and choice.get("impl") == "hopper":
+        return _suffix_hopper(hopper.Tiling.of(choice), q_BTHd, keys, scale)
+    cut = _split_cut(choice)
     if cut is not None and cut.described and not _describable(k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd):
         cut = None
     return split_attention(q_BTHd, keys, scale, cut)
+
+
+def _suffix_hopper(cut: hopper.Tiling, q_BTHd: Tensor, keys: Keys, scale: float | None) -> Tensor:
+    fresh = (keys.k_suffix_BNKd, keys.v_suffix_BNKd)
+    k, v = fresh
+    known = keys.slots_B is not None and keys.mask_BP is not None and k is not None and v is not None
+    if not known or keys.suffix_lead or not hopper.takes(q_BTHd, keys.k_SPKd, keys.v_SPKd, k, v):
+        return split_attention(q_BTHd, keys, scale)
+    return hopper.hopper_attention(
+        q_BTHd, keys.k_SPKd, keys.v_SPKd, keys.slots_B, keys.mask_BP, cut, length_B=keys.length_B, suffix=(k, v), scale=scale
+    )
 
 
 def run_prefix_attention(
@@ -183,9 +197,9 @@ def run_prefix_attention(
     choice = choice or prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
-    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_SPKd):
+    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_SPKd, v_SPKd):
         cut = hopper.Tiling.of(choice)
-        return hopper.prefix_hopper(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, cut, scale=scale)
+        return hopper.hopper_attention(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, cut, scale=scale)
     if choice is not None and choice["impl"] == "cudnn":
         return _cudnn(q_BTHd, k_SPKd[slots_B], v_SPKd[slots_B], mask_BP, scale)
     return split_attention(q_BTHd, Keys(k_SPKd, v_SPKd, slots_B, mask_BP), scale)
@@ -210,7 +224,7 @@ def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slot
 
 
 def _split_cut(found: Config | None) -> Tiling | None:
-    return None if found is None else Tiling(**{name: int(v) for name, v in found.items()})
+    return None if found is None else Tiling(**{name: int(v) for name, v in found.items() if name != "impl"})
 
 
 def _describable(*tensors: Tensor | None) -> bool:
@@ -230,7 +244,8 @@ def _suffix_candidates(key: Key) -> list[Config]:
     else:
         cuts = _cuts((128, 64, 1, 8, 2, 1), (128, 32, 1, 8, 3, 1), (64, 32, 1, 4, 2, 1), (128, 64, 2, 8, 2, 1))
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
-    return [t._asdict() for t in dict.fromkeys([own, *cuts])]
+    splits = (1, 2) if groups >= 16 else (3, 4, 5, 6) if groups > 1 else (6, 9, 17)
+    return [*(t._asdict() for t in dict.fromkeys([own, *cuts])), *(hopper.Tiling(64, 2, n).config for n in splits)]
 
 
 def _cuts(*cuts: tuple[int, ...]) -> list[Tiling]:
@@ -247,7 +262,10 @@ def _suffix_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def _run_suffix(choice: Config | None, q: Tensor, *rest: Tensor) -> Tensor:
     k, v, slots, mask, length, k_suffix, v_suffix = rest
-    return split_attention(q, Keys(k, v, slots, mask, length, k_suffix, v_suffix), None, _split_cut(choice))
+    keys = Keys(k, v, slots, mask, length, k_suffix, v_suffix)
+    if choice is not None and choice.get("impl") == "hopper":
+        return _suffix_hopper(hopper.Tiling.of(choice), q, keys, None)
+    return split_attention(q, keys, None, _split_cut(choice))
 
 
 def _tilings(head_dim: int) -> list[Config]:
@@ -271,8 +289,8 @@ def _candidates(key: Key) -> list[Config]:
 
 
 def _prefix_candidates(key: Key) -> list[Config]:
-    own: list[Config] = [{"impl": "hopper", "block_n": n, "stages": stages} for n, stages in ((64, 2), (32, 3), (32, 2))]
-    return [*own, *_candidates(key)]
+    cuts = ((64, 2), (32, 3), (64, 2, 2)) if key[0] < 2 else ((64, 2), (32, 3))
+    return [*(hopper.Tiling(*cut).config for cut in cuts), *_candidates(key)]
 
 
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -321,9 +339,9 @@ class PrefixKV(NamedTuple):
         ).flatten(2)
 
 
-_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma", "hopper"), **tma.FIELDS}
+_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma", "hopper"), **tma.FIELDS, "splits": (1, 2)}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
     Tunable("prefix_attention", _FIELDS, _prefix_candidates, _arena_inputs, run_prefix_attention),
-    Tunable("suffix_attention", FIELDS, _suffix_candidates, _suffix_inputs, _run_suffix),
+    Tunable("suffix_attention", {**FIELDS, "impl": ("hopper",)}, _suffix_candidates, _suffix_inputs, _run_suffix),
 )

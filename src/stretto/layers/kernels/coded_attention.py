@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels import prefix_hopper as hopper
+from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.attention import (
     attention,
@@ -49,9 +49,10 @@ def prefix_attention_fp8_triton(
     if choice is not None and choice["impl"] == "tma" and _describable(q_BTHd):
         cut = tma.Tiling.of(choice)
         return tma.tma_attention(q_BTHd, *arena, cut, slots_B=slots_B, mask_BN=mask_BP, multiplier=multiplier)
-    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_arena_SPKd):
+    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, *arena):
         tiling = hopper.Tiling.of(choice)
-        return hopper.prefix_hopper(q_BTHd, *arena, slots_B, mask_BP, tiling, multiplier=multiplier)
+        if tiling.splits == 1:
+            return hopper.hopper_attention(q_BTHd, *arena, slots_B, mask_BP, tiling, multiplier=multiplier)
     return to_fp8(prefix_attention(q_BTHd, *arena, slots_B, key_mask_BP=mask_BP), multiplier)
 
 
