@@ -149,5 +149,6 @@ def decoder_of(config: WanConfig, device: str) -> Decoder:
         light.module.to(device)
         return light
     changes = _SMALL_VAE if config.name == TINY else {}
-    vae = wan_vae.build_vae(_VAES[config.channels], **changes).to(device=device, dtype=dtype)
+    with torch.device(device):  # random weights of gigabytes are slow to make on the host
+        vae = wan_vae.build_vae(_VAES[config.channels], **changes).to(dtype=dtype)
     return wan_vae.VaeDecoder(vae, fused=True)
