@@ -1,15 +1,12 @@
-"""What two lanes get out of one GPU when the first is kept off some multiprocessors: pi0.5, one request a launch.
+"""What two lanes get out of one GPU when each has a part of its multiprocessors: pi0.5, one request a launch.
 
-    python benchmarks/lane_parts.py --out benchmarks/results/lane_parts_h200.json
+    python benchmarks/lane_parts.py --fp8 --out benchmarks/results/lane_parts_h200.json --tables src/stretto/layers/tables
     python benchmarks/lane_parts.py --small                                         # a tiny model on the CPU, to try the script
 
 The first lane runs `vision` and `prefix`, the second the denoise loop; both as graphs, with the device's own events for a
-clock, so no host time is in it. For each way to divide the device: either lane alone; two requests in flight, the second
-entering as the first's loop begins; and requests that come evenly spaced, faster and faster until the p99 is too long. A
-spinning kernel keeps the time of arrivals.
-
-`green` confines the first lane by the driver; `sized` makes its kernels for so many multiprocessors; `tiles` are tilings of the
-loop's kernels, each the fastest of some on the rest of the device.
+clock, so no host time is in it. For each way to divide the device: either lane alone; two and three requests in flight, each
+entering as the loop of the one before begins; and requests that come evenly spaced, faster and faster until the p99 is too
+long. A spinning kernel keeps the time of arrivals. Tilings of the loop's kernels are chosen for its part and written as tables.
 """
 
 from __future__ import annotations
@@ -17,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,9 @@ from nvidia_smi import Chip
 from pi05_route import build
 
 from stretto.core.route import Segment
-from stretto.deploy.provenance import provenance
+from stretto.deploy.provenance import commit, provenance
 from stretto.deploy.tune import named
-from stretto.layers.tuning import Config, Key, choices, tunables
+from stretto.layers.tuning import Config, Entry, Key, Table, choices, device_name, part_name, tunables
 from stretto.models.pi0_fp8 import quantised
 from stretto.runtime.graphs import Graphs
 from stretto.runtime.partition import LaneStreams
@@ -45,61 +43,48 @@ from stretto.runtime.timing import Stamp
 
 Place = tuple[str, Key, str]
 RATES = tuple(range(64, 136, 6))
-LOOP: Mapping[Place, tuple[Config, ...]] = {
-    ("norm_geglu", (1, 50, 1024, 4096), "bfloat16"): tuple(
-        dict(zip(("segments", "block_n", "block_k", "warps", "stages"), c, strict=True))
-        for c in ((1, 32, 128, 4, 4), (1, 32, 64, 4, 3), (1, 64, 64, 4, 4), (1, 64, 64, 4, 3), (1, 32, 64, 4, 4))
-    ),
-    ("norm_qkv", (1, 50, 1024, 8, 1, 256), "bfloat16"): tuple(
-        dict(zip(("segments", "block_n", "block_k", "warps", "stages"), c, strict=True))
-        for c in ((1, 32, 128, 4, 4), (1, 32, 64, 4, 4), (1, 16, 64, 4, 4), (1, 16, 128, 4, 3))
-    ),
-    **{
-        ("gated_linear", (50, 1024, inner), "bfloat16"): tuple(
-            dict(zip(("block_m", "block_n", "block_k", "splits", "warps", "stages"), c, strict=True)) for c in cuts
-        )
-        for inner, cuts in {
-            2048: ((64, 16, 256, 2, 4, 3), (64, 32, 64, 4, 4, 4), (64, 32, 64, 2, 4, 4), (64, 16, 128, 2, 4, 3)),
-            4096: ((64, 32, 128, 4, 4, 4), (64, 32, 64, 4, 4, 4), (64, 32, 128, 2, 4, 4), (64, 32, 64, 4, 4, 3)),
-        }.items()
-    },
-    ("suffix_attention", (1, 50, 8, 256, 1, 968, 50), "bfloat16"): tuple(
-        dict(zip(("block_m", "block_n", "splits", "warps", "stages", "described"), c, strict=True))
-        for c in ((64, 32, 11, 4, 3, 1), (64, 32, 4, 4, 3, 1), (64, 32, 9, 4, 2, 1), (64, 64, 4, 8, 2, 1))
-    ),
+PAIR = ("segments", "block_n", "block_k", "warps", "stages")
+SPLIT = ("block_m", "block_n", "block_k", "splits", "warps", "stages")
+CUT = ("block_m", "block_n", "splits", "warps", "stages", "described")
+TILINGS: Mapping[Place, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
+    ("norm_geglu", (1, 50, 1024, 4096), "bfloat16"): (PAIR, (
+        (1, 32, 128, 4, 4), (1, 32, 64, 4, 3), (1, 32, 64, 4, 4), (1, 64, 64, 4, 4), (1, 64, 64, 4, 3), (1, 64, 64, 4, 2),
+        (1, 64, 128, 4, 2), (1, 128, 64, 8, 3), (1, 64, 64, 8, 3),
+    )),
+    ("norm_qkv", (1, 50, 1024, 8, 1, 256), "bfloat16"): (PAIR, (
+        (1, 32, 128, 4, 4), (1, 32, 64, 4, 4), (1, 16, 128, 4, 3), (1, 16, 128, 4, 2), (1, 32, 64, 4, 3), (1, 32, 128, 4, 2),
+        (1, 16, 64, 4, 3),
+    )),
+    ("gated_linear", (50, 1024, 2048), "bfloat16"): (SPLIT, (
+        (64, 16, 256, 2, 4, 3), (64, 32, 64, 2, 4, 4), (64, 32, 64, 2, 4, 3), (64, 32, 128, 2, 4, 3), (64, 32, 128, 1, 4, 4),
+        (64, 16, 128, 1, 4, 4), (64, 64, 64, 2, 4, 3),
+    )),
+    ("gated_linear", (50, 1024, 4096), "bfloat16"): (SPLIT, (
+        (64, 32, 128, 4, 4, 4), (64, 32, 64, 4, 4, 4), (64, 32, 128, 2, 4, 4), (64, 32, 128, 4, 4, 2), (64, 64, 64, 4, 4, 3),
+        (64, 64, 64, 4, 4, 4), (64, 64, 128, 4, 4, 2), (64, 32, 128, 2, 4, 3),
+    )),
+    ("suffix_attention", (1, 50, 8, 256, 1, 968, 50), "bfloat16"): (CUT, (
+        (64, 32, 11, 4, 3, 1), (64, 32, 4, 4, 3, 1), (64, 32, 5, 4, 3, 1), (64, 32, 6, 4, 3, 1), (64, 32, 7, 4, 3, 1),
+        (64, 32, 9, 4, 2, 1), (64, 64, 4, 4, 2, 1), (64, 64, 6, 4, 2, 1),
+    )),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the device is divided."""
+    """How the device is divided: multiprocessors of each lane; 0: all."""
 
     first: int = 0
-    """Multiprocessors of the first lane; 0: all."""
-    green: bool = False
-    sized: bool = False
     rest: int = 0
-    """Multiprocessors that the second lane is confined to; 0: it is not."""
-    tiles: bool = False
+    loose: bool = False
+    """Kernels of the first lane are made for its part and go wherever there is room."""
 
     @property
     def name(self) -> str:
-        words = ["green"] * self.green + ["sized"] * self.sized + [f"rest {self.rest}"] * bool(self.rest)
-        return f"{self.first or 'all'} {' '.join(words)}{', tiles' if self.tiles else ''}".strip()
+        return f"{self.first or 'all'}{' loose' if self.loose else ''} + {self.rest or 'all'}"
 
 
-WAYS = (
-    Way(),
-    Way(104, green=True, sized=True, tiles=True),
-    Way(104, green=True, sized=True),
-    Way(104, sized=True, tiles=True),
-    Way(88, green=True, sized=True, tiles=True),
-    Way(104, green=True, sized=True, rest=28, tiles=True),
-    Way(96, green=True, sized=True, tiles=True),
-    Way(112, green=True, sized=True, tiles=True),
-    Way(tiles=True),
-    Way(104, green=True, tiles=True),
-)
+WAYS = (Way(), Way(88, 44), Way(104, 28), Way(96, 36), Way(80, 52), Way(100, 32, loose=True))
 
 
 class Rig:
@@ -114,28 +99,26 @@ class Rig:
         self.inputs["token_count"] = torch.full_like(self.inputs["token_count"], self.prompt)
         denoise, visits = stage_segments(model)["denoise"]
         self.segments = Segment(0, denoise.start), Segment(denoise.start, denoise.start + visits)
-        self.tiles: dict[Place, Config] = {}
+        self.samples: dict[Place, list[tuple[Any, ...]]] = {}
         self._kept: dict[tuple[Any, ...], tuple[Callable[[int], None], Any]] = {}
         self._lanes: dict[tuple[int, int], LaneStreams] = {}
 
     def streams(self, way: Way) -> LaneStreams | None:
-        sms = (way.first if way.green else 0, way.rest)
+        sms = (0 if way.loose else way.first, way.rest)
         if self.gpu and sms not in self._lanes:
             self._lanes[sms] = LaneStreams(self.device, sms)
         return self._lanes.get(sms)
 
     def lane(self, way: Way, number: int) -> tuple[Callable[[int], None], Any]:
         """Return what launches a lane's segment on a set of inputs, and its stream; captured once for ways alike in it."""
-        own = (way.rest, way.tiles) if number else (way.first, way.green, way.sized)
+        own = (way.rest,) if number else (way.first, way.loose)
         if (number, own) not in self._kept:
             streams = self.streams(way)
             graphs = stream = None
             if streams is not None:
-                stream = streams.new(number)
-                size = way.rest if number else way.first * way.sized
-                graphs = Graphs(self.device, stream, size)
-            with chosen(self.device, self.tiles if number and way.tiles else {}):
-                self._kept[number, own] = self._program(self.segments[number], graphs), stream
+                stream = streams.part(number) or streams.new(number)
+                graphs = Graphs(self.device, stream, way.rest if number else way.first)
+            self._kept[number, own] = self._program(self.segments[number], graphs), stream
         return self._kept[number, own]
 
     def _program(self, segment: Segment, graphs: Graphs | None) -> Callable[[int], None]:
@@ -156,51 +139,53 @@ class Rig:
         if self.gpu:
             torch.cuda.synchronize(self.device)
 
+    def forget_first(self) -> None:
+        """Capture the first lane anew, for another network; the loop stays as it is."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] == 1}
+
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
-@contextmanager
-def chosen(device: torch.device, configs: Mapping[Place, Config]) -> Iterator[None]:
-    """Let other choices than the table's decide inside."""
-    table = choices(device)
-    known, asked = table.known, dict(table.asked)
-    table.known = {**known, **configs}
-    table.asked.clear()
-    try:
-        yield
-    finally:
-        table.known = known
-        table.asked.clear()
-        table.asked.update(asked)
-
-
-def race(rig: Rig, rest: int) -> dict[str, Any]:
-    """Choose tilings for the loop's kernels by their times on a part of the device."""
-    streams = LaneStreams(rig.device, (132 - rest, rest))
-    stream, said = streams.new(1), {}
-    sets = {place: [tunables()[place[0]].inputs(place[1], torch.bfloat16, rig.device) for _ in range(6)] for place in LOOP}
-    with ThreadPoolExecutor(12) as pool:  # compile
-        runs = [partial(tunables()[p[0]].run, c, *sets[p][0]) for p, cs in LOOP.items() for c in cs]
-        for done in [pool.submit(torch.inference_mode()(run)) for run in runs]:
-            done.exception()
-    for place, configs in LOOP.items():
-        times: dict[str, Any] = {}
-        for config in configs:
+def race(rig: Rig, rest: int, folder: Path | None) -> dict[str, Any]:
+    """Choose tilings for the loop's kernels by their times on a part of the device, and let them decide there."""
+    stream, said = LaneStreams(rig.device, (132 - rest, rest)).part(1), {}
+    name, entries = part_name(device_name(rig.device), rest), []
+    for place, (fields, cuts) in TILINGS.items():
+        op, key, dtype = place
+        times: dict[str, float] = {}
+        for cut in cuts:
+            config = dict(zip(fields, cut, strict=True))
             try:
-                times[named(config)] = one_us(rig, place, config, sets[place], stream)
+                times[named(config)] = one_us(rig, place, config, stream)
             except Exception as error:  # one tiling that does not run must not cost the others
-                times[named(config)] = f"{type(error).__name__}: {error}"[:200]
-        good = {name: us for name, us in times.items() if isinstance(us, float)}
-        if good:
-            best = min(good, key=lambda name: good[name])
-            rig.tiles[place] = next(c for c in configs if named(c) == best)
-        said[f"{place[0]} {place[1]}"] = times
+                print(f"{op} {named(config)}: {type(error).__name__}: {error}"[:300], flush=True)
+        if times:
+            best = min(times, key=lambda words: times[words])
+            config = next(c for c in (dict(zip(fields, cut, strict=True)) for cut in cuts) if named(c) == best)
+            # The first is the whole device's own choice.
+            entries.append(Entry(op, key, dtype, config, times[best], next(iter(times.values())), commit()))
+            said[f"{op} {key}"] = {"best": best, "us": times[best], "others": sorted(times.values())}
+    if entries:
+        layers = (1, 50, 18, 1024, 4096, 8, 1, 256, 968)
+        entries.append(Entry("expert_layers", layers, "bfloat16", {"impl": "separate"}, 0.0, 0.0, commit()))
+        table = Table(name, torch.__version__, metadata.version("triton"), tuple(entries))
+        choices(rig.device, rest).known = {entry.place: entry.config for entry in entries}
+        if folder is not None:
+            table.save(folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json")
     return said
 
 
-def one_us(rig: Rig, place: Place, config: Config, sets: list[tuple[Any, ...]], stream: Any) -> float:
-    graphs, run = Graphs(rig.device, stream), tunables()[place[0]].run
+def compile_tilings(rig: Rig) -> None:
+    with ThreadPoolExecutor(14) as pool:
+        for (op, key, dtype), (fields, cuts) in TILINGS.items():
+            sets = rig.samples[op, key, dtype] = [tunables()[op].inputs(key, torch.bfloat16, rig.device) for _ in range(6)]
+            for cut in cuts:
+                pool.submit(torch.inference_mode()(partial(tunables()[op].run, dict(zip(fields, cut, strict=True)), *sets[0])))
+
+
+def one_us(rig: Rig, place: Place, config: Config, stream: Any) -> float:
+    graphs, run, sets = Graphs(rig.device, stream), tunables()[place[0]].run, rig.samples[place]
 
     def go_round() -> None:
         for i in range(24):
@@ -280,7 +265,7 @@ def outputs(rig: Rig, way: Way) -> torch.Tensor:
             for i in range(SETS):
                 run(i)
             Stamp(rig.device).wait()
-    return torch.cat([rig.bench.arenas[name].flatten().double().cpu() for name in rig.model.route.outputs])
+    return torch.cat([rig.bench.arenas[name][1:].flatten().double().cpu() for name in rig.model.route.outputs])
 
 
 def measure(rig: Rig, way: Way, want: torch.Tensor | None, p99_ms: float, n: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -308,7 +293,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="FP8 too")
     parser.add_argument("--p99-ms", type=float, default=18.0)
     parser.add_argument("--budget", type=float, default=45.0, help="seconds")
-    parser.add_argument("--rest", type=int, default=28, help="multiprocessors that the loop's tilings are chosen for")
+    parser.add_argument("--tables", type=Path, help="folder for tables of the loop's tilings")
     parser.add_argument("--n", type=int, default=30, help="requests of one measurement")
     return parser.parse_args()
 
@@ -330,22 +315,22 @@ def main() -> None:
     scales = calibrate(model, args.device) if args.fp8 and device.type == "cuda" else {}
     rig = Rig(model, device)
     n = args.n if device.type == "cuda" else 6
-    if device.type == "cuda":
-        try:
-            said("tilings on a part, and on all", race(rig, args.rest))
-        except Exception as error:  # then the loop has its usual ones
-            said("tilings on a part, and on all", {"error": f"{type(error).__name__}: {error}"[:400]})
+    if rig.gpu:
+        compile_tilings(rig)
     wants: dict[bool, torch.Tensor] = {}
-    for fp8, way in [(fp8, way) for fp8 in ((False, True) if scales else (False,)) for way in WAYS]:
+    kinds = (True, False) if scales else (False,)
+    for fp8, way in [(fp8, way) for fp8 in kinds for way in WAYS]:
         name = f"{'FP8' if fp8 else 'bf16'}: {way.name}"
         begin = time.monotonic()
         if begin - begun > args.budget - 3:
             said(name, {"skipped": "no time left"})
             continue
         try:
-            if fp8 and True not in wants:
-                model.run_on(quantised(model.module, scales))
-                rig._kept = {key: kept for key, kept in rig._kept.items() if key[0] == 1}  # the loop stays as it is
+            if way.first and rig.gpu and not choices(device, way.rest).known:
+                said(f"tilings on {way.rest}", race(rig, way.rest, args.tables))
+            if fp8 not in wants:
+                model.run_on(quantised(model.module, scales) if fp8 else model.module)
+                rig.forget_first()
             with torch.inference_mode():
                 row, got = measure(rig, way, wants.get(fp8), args.p99_ms, n)
             wants.setdefault(fp8, got)

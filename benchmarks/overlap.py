@@ -35,12 +35,9 @@ from stretto.runtime.engine import Engine
 Inputs = dict[str, np.ndarray]
 
 
-def confined(plan: Plan, share: float, device: str) -> Plan:
-    """Confine the first lane to a share of the multiprocessors, so that the second lane's kernels need not wait for its."""
-    if not device.startswith("cuda"):
-        return plan
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return replace(plan, lane_sms={device: (int(count * share) // 8 * 8, 0)})
+def parted(plan: Plan, device: str, *sms: int) -> Plan:
+    """Give each lane a part of the device for when the other is at work."""
+    return replace(plan, lane_sms={device: sms}) if device.startswith("cuda") else plan
 
 
 def two_whole(route: Route, device: str, mode: Mode) -> Plan:
@@ -51,14 +48,16 @@ def two_whole(route: Route, device: str, mode: Mode) -> Plan:
 
 def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
     """Return the plans to compare, by what they do."""
+    apart = overlapped(route, device, mode=mode, between_visits=True)
     return {
         "one lane, whole route": whole(route, device, mode=mode),
         "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
-        "two lanes, the first on 76 % of the chip": confined(overlapped(route, device, mode=mode), 0.76, device),
-        "two lanes, the first on 88 % of the chip": confined(overlapped(route, device, mode=mode), 0.88, device),
-        "two lanes, the first on 64 % of the chip": confined(overlapped(route, device, mode=mode), 0.64, device),
+        **{
+            f"two lanes, on {a} and {b} multiprocessors": parted(apart, device, a, b)
+            for a, b in ((88, 44), (104, 28), (96, 36), (80, 52))
+        },
         "two lanes, whole route in each": two_whole(route, device, mode),
     }
 
@@ -199,6 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1.2, help="of one closed loop; an open loop lasts half of it")
     parser.add_argument("--p99-ms", type=float, default=18.0)
+    parser.add_argument("--plans", nargs="+", help="only these")
     parser.add_argument("--rates", default="50,75,95,115", type=lambda text: [float(r) for r in text.split(",")])
     return parser.parse_args()
 
@@ -220,6 +220,7 @@ def main() -> None:
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda plan=plan: tried(model, plan, feed, want, args)
         for name, plan in plans(model.route, args.device, mode, args.cap).items()
+        if not args.plans or name in args.plans
     }
     tasks["what a lane costs the other"] = lambda: slowed(model, args.device, mode, args.prompt)
     for name, task in tasks.items():

@@ -42,7 +42,7 @@ from stretto.runtime.profiler import stage_segments
 
 STOCK_ROWS = ((1, 200), (32, 200))
 PARTS = ("rows", "wall", "overlap", "experts", "stock", "profiles")
-OVERLAP_PLANS = ("two lanes", "one lane, batches between visits", "two lanes, the first on 76 % of the chip")
+OVERLAP_PLANS = ("two lanes, on 88 and 44 multiprocessors", "one lane, whole route", "one lane, batches between visits")
 
 
 @dataclass(frozen=True, slots=True)

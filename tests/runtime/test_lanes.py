@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import ITEMS, submit
@@ -19,6 +21,9 @@ from stretto.core.errors import DeadlineError, PlanError, StreamClosedError, Wor
 from stretto.core.plan import Device, Placement, Plan, overlapped, whole
 from stretto.models import pi0
 from stretto.runtime.engine import Engine
+from stretto.runtime.flow import Flow
+from stretto.runtime.lane import Lane, Touched
+from stretto.runtime.timing import Stamp
 
 DISPATCH = ["earliest_deadline_first", "fill_first", "deadline_limited"]
 
@@ -261,3 +266,26 @@ def test_lanes_of_a_gpu_give_the_bits_of_a_lone_request() -> None:
         engine.close()
     for one, two in zip(*found, strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_a_lane_is_at_work_beyond_what_one_waits_for_while_somebody_waits_there() -> None:
+    device = torch.device("cpu")
+    lane, other = (Lane(i, device, clock=time.monotonic) for i in (0, 1))
+    assert not other.at_work_beyond(())
+    end = Unreached(device)
+    other.gave(end, 0.0)
+    assert other.at_work_beyond(())
+    assert not other.at_work_beyond([end])
+    touched = Touched(2)
+    flow = Flow(0, 0, (), slot=1)
+    touched.note(other, [1], end)
+    assert (list(touched.ends(lane, [flow])), list(touched.ends(other, [flow]))) == ([end], [])
+    other.waiting = [flow]
+    assert other.at_work_beyond([end])
+
+
+class Unreached(Stamp):
+    """A point that the device does not reach."""
+
+    def reached(self) -> bool:
+        return False

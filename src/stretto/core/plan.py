@@ -62,7 +62,8 @@ class Plan:
     what is there then, and the device waits for its launch."""
 
     lane_sms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device -> for each of its lanes, the multiprocessors that it is confined to; 0: it may use all. CUDA devices only."""
+    """Device -> for each of its lanes, the multiprocessors that it has while another lane is at work; 0: it may use all. Alone
+    each has all. What runs on a part may differ in the last bits from what runs on all. CUDA devices only."""
 
     def placements(self, stream_class: str) -> tuple[Placement, ...]:
         """Return the placements of a class.
@@ -188,8 +189,8 @@ def overlapped(
 ) -> Plan:
     """Plan two lanes on one device: the loop over a stage runs beside what comes before it, for other chunks.
 
-    The second lane begins at the first visit of a stage that the route visits more than once. With `between_visits` chunks
-    join and leave its batches between two visits; else the loop is one segment.
+    The second lane begins at the first visit of a stage that the route visits more than once. With `between_visits` every
+    visit is a segment, and chunks join and leave batches between two of them; else each lane runs one segment.
 
     Raises:
         PlanError: if the route has no such stage, or begins with it.
@@ -198,7 +199,7 @@ def overlapped(
     loop = next((i for i, stage in enumerate(stages) if stages.count(stage) > 1), 0)
     if not loop:
         raise PlanError("route", got=stages, expected="a stage that is visited more than once, after others")
-    cuts = range(loop, len(route)) if between_visits else (loop,)
+    cuts = range(1, len(route)) if between_visits else (loop,)
     placements = tuple(Placement(s, device, int(s.start >= loop)) for s in route.cut(cuts))
     plan = Plan("overlapped", (Device(device),), {"default": placements}, {device: batch_cap}, mode=mode)
     return plan.with_dispatch(dispatch) if dispatch else plan

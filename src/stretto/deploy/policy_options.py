@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +40,9 @@ class PolicyOptions:
     """`whole`: one segment, the lowest latency of one robot. `per_visit`: robots join and leave batches between denoise
     steps. `overlapped`: the denoise loop of some robots beside vision and prefix of others. `auto` is `whole` for a batch of
     one and `per_visit` above."""
+    lane_sms: tuple[int, ...] = ()
+    """With `overlapped` on a GPU: the multiprocessors that each lane has while the other is at work, such as 88 and 44 of 132.
+    None: the lanes take turns."""
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
@@ -85,7 +88,10 @@ def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan
     if kind == "whole":
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     elif kind == "overlapped":
-        plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=options.max_batch > 1)
+        parted = bool(options.lane_sms)
+        between = options.max_batch > 1 or parted
+        plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=between)
+        plan = replace(plan, lane_sms={str(device): options.lane_sms} if parted else {})
     else:
         plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
     plan = plan.with_shapes({"batch": (*[n for n in BATCH_SIZES if n < options.max_batch], options.max_batch)})

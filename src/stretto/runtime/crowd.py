@@ -31,10 +31,12 @@ class Crowd:
         for _ in range(_RUNS):
             torch.cuda.synchronize(lane.device)
             with self.lane.current():
+                self.lane.turn(beside=True)
                 # More than enough to last, even if the two shared the device evenly.
                 for _ in range(1 + math.ceil(4 * alone_s / self.seconds)):
                     self._launch(self.program, self.start)
             with lane.current():
+                lane.turn(beside=True)
                 begin = Stamp(lane.device)
                 self._launch(program, start)
                 end = Stamp(lane.device)
@@ -45,4 +47,5 @@ class Crowd:
 
     @staticmethod
     def _launch(program: Program, start: int) -> None:
-        program.launch([Member(Row(0, 0, 0, 0), start)], {b.axis: b.lengths[-1] for b in program.buckets})
+        lengths = {b.axis: b.lengths[-1] for b in program.buckets}
+        program.launch([Member(Row(0, 0, 0, 0), start)], lengths, beside=True)

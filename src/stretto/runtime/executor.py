@@ -80,7 +80,8 @@ class Executor:
         own = LaneStreams(self.device, sms) if several else None
         self._can = Repertoire(model, plan, ways, device_name, self.arenas, own)
         self._lanes = [
-            Lane(i, self.device, clock=clock, stream=own.new(i) if own else None, ahead=plan.ahead) for i in range(count)
+            Lane(i, self.device, clock=clock, ahead=plan.ahead, **({"stream": own.new(i), "part": own.part(i)} if own else {}))
+            for i in range(count)
         ]
         self._desk = Desk(
             model, plan, device_name, self.arenas, self._can, self._lanes, ways=ways, fail=self._lose, clock=clock
@@ -89,7 +90,7 @@ class Executor:
         self._mail = Mailbox()
         self._lost: deque[tuple[Flow, Exception]] = deque()
         self._fault: Exception | None = None
-        self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._turn, depart)
+        self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._lanes, self._turn, depart)
         self._started = False
         self.dead: str | None = None
         self._threads = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,18 @@ class Lane:
         *,
         clock: Callable[[], float],
         stream: torch.cuda.Stream | None = None,
+        part: torch.cuda.Stream | None = None,
         ahead: int = 1,
     ) -> None:
-        """Make one; without a stream of its own it uses the device's default stream."""
+        """Make one; without a stream of its own it uses the device's default stream.
+
+        `part`: the stream on which it goes on while another lane is at work, where it has a part of the device for that.
+        """
         self.number, self.device = number, device
         on_gpu = device.type == "cuda"
         self.stream = stream if stream is not None or not on_gpu else torch.cuda.default_stream(device)
+        """Where the lane's work goes now."""
+        self._whole, self._part = self.stream, part
         self._most = 1 + ahead
         """Launches queued on the device before the host waits for the oldest."""
         self._clock = clock
@@ -56,6 +62,31 @@ class Lane:
     def launch_ahead(self, batches: int) -> None:
         """Queue so many launches behind the one that runs."""
         self._most = 1 + batches
+
+    @property
+    def parted(self) -> bool:
+        return self._part is not None
+
+    def turn(self, beside: bool) -> None:
+        """Go on on the lane's part of the device, or on all of it; the lane is current."""
+        if self._part is None:
+            return
+        wanted = self._part if beside else self._whole
+        assert wanted is not None
+        if self.stream is not None and wanted is not self.stream:
+            wanted.wait_stream(self.stream)
+            self.stream = wanted
+        torch.cuda.set_stream(wanted)  # who gave this lane work before may have turned it on another thread
+
+    def at_work_beyond(self, ends: Collection[Stamp]) -> bool:
+        """Tell whether the lane has work, or will have some, once the device has reached these points. Any thread."""
+        if self.waiting:
+            return True
+        try:
+            last = self._outstanding[-1]
+        except IndexError:  # the lane's own thread takes them off
+            return False
+        return last not in ends and not last.reached()
 
     @property
     def full(self) -> bool:
@@ -91,7 +122,7 @@ class Current:
     """The state in which a thread gives work to a lane: its device and stream, and no gradients. One thread at a time."""
 
     def __init__(self, lane: Lane) -> None:
-        self._stream = lane.stream
+        self._lane = lane
         self._before: torch.cuda.Stream | None = None
         self._mode = torch.inference_mode()
         self._device = torch.cuda.device(lane.device if lane.device.type == "cuda" else -1)
@@ -99,11 +130,12 @@ class Current:
     def __enter__(self) -> None:
         self._mode.__enter__()
         self._device.__enter__()  # type: ignore[no-untyped-call]
-        if self._stream is not None:
+        stream = self._lane.stream
+        if stream is not None:
             before = torch.cuda.current_stream()
-            self._before = None if before == self._stream else before
+            self._before = before if self._lane.parted or before != stream else None
             if self._before is not None:
-                torch.cuda.set_stream(self._stream)
+                torch.cuda.set_stream(stream)
 
     def __exit__(self, *error: Any) -> None:
         if self._before is not None:
@@ -128,10 +160,9 @@ class Touched:
         last = self._last.get(slot)
         return last is None or last[0] is lane or last[1].reached()
 
-    def hold(self, lane: Lane, flows: Sequence[Flow]) -> None:
-        """Let a lane, which is current, wait on the device for what others leave in the slots of these chunks."""
-        if self._several:
-            lasts = [last for f in flows if (last := self._last.get(f.slot)) is not None]
-            ends = {id(end): end for other, end in lasts if other is not lane}
-            for end in ends.values():
-                end.hold()
+    def ends(self, lane: Lane, flows: Sequence[Flow]) -> Sequence[Stamp]:
+        """Return the points in the work of others that a lane must wait for before it touches the slots of these chunks."""
+        if not self._several:
+            return ()
+        lasts = [last for f in flows if (last := self._last.get(f.slot)) is not None]
+        return list({id(end): end for other, end in lasts if other is not lane}.values())

@@ -33,22 +33,29 @@ class Launcher:
         staging: Staging,
         can: Repertoire,
         desk: Desk,
+        lanes: Sequence[Lane],
         turn: AbstractContextManager[object],
         depart: Depart,
     ) -> None:
         self._arenas, self._staging, self._can, self._desk = arenas, staging, can, desk
-        self._turn, self._depart = turn, depart
+        self._lanes, self._turn, self._depart = lanes, turn, depart
         self.launches = 0
 
     def launch(self, lane: Lane, batch: Batch) -> None:
         """Run a batch that the desk has chosen, and move its chunks on."""
-        flows, device, stream = batch.flows, self._arenas.device, lane.stream
-        self._bring(lane, flows)
+        flows, device = batch.flows, self._arenas.device
+        ends = self._desk.touched.ends(lane, flows)
+        beside = lane.parted and any(other.at_work_beyond(ends) for other in self._lanes if other is not lane)
+        lane.turn(beside)
+        stream = lane.stream
+        for end in ends:
+            end.hold()
+        self._bring(flows)
         lengths = flows[0].lengths
         if len(flows) > 1:
             lengths = {axis: max(f.lengths[axis] for f in flows) for axis in lengths}
         begin = Stamp(device, stream)
-        ran = batch.entry.program.launch(batch.members, lengths)
+        ran = batch.entry.program.launch(batch.members, lengths, beside=beside)
         end = Stamp(device, stream)
         lane.gave(end, batch.seconds)
         name = "+".join(dict.fromkeys(batch.entry.stages))
@@ -65,9 +72,8 @@ class Launcher:
             self._leave(lane, group)
         lane.running = ()
 
-    def _bring(self, lane: Lane, flows: Sequence[Flow]) -> None:
-        """Put the values of chunks that are new here into their slots, after whatever else used these last."""
-        self._desk.touched.hold(lane, flows)
+    def _bring(self, flows: Sequence[Flow]) -> None:
+        """Put the values of chunks that are new here into their slots."""
         for flow in flows:
             if flow.packed is not None:
                 self._arenas.load(flow.slot, flow.packed)

@@ -1,9 +1,9 @@
-"""Streams for the lanes of a device, and parts of its multiprocessors for those lanes that must not fill it.
+"""Streams for the lanes of a device, and parts of its multiprocessors for lanes that are at work at the same time.
 
-Without a part a lane's kernels go wherever there is room. Large matrix products take every multiprocessor for as long as
-they run, and a kernel of another lane, whatever its priority, waits for them to end; so a lane of large kernels is given a
-part, and the small kernels of the other lane always find the rest free. Parts are the driver's green contexts, and what is
-captured for one is made for its size: persistent programs as many as it holds, and cuBLAS's choices for so many.
+Without parts kernels go wherever there is room, and two lanes take turns: a large matrix product holds every multiprocessor
+for as long as it runs, and small kernels that follow each other at a higher priority leave no room for a large one. Parts
+are the driver's green contexts, and what is captured for one is made for its size: persistent programs as many as it
+holds, cuBLAS's choices for so many, and tilings that were measured on so many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LaneStreams:
     """Makes the streams of the lanes of one CUDA device. Parts last as long as the process: streams may outlive this."""
 
     def __init__(self, device: torch.device, sms: Sequence[int]) -> None:
-        """Make one; `sms[i]` is how many multiprocessors lane i is confined to, or 0. Parts do not overlap.
+        """Make one; `sms[i]` is how many multiprocessors the part of lane i has, or 0. Parts do not overlap.
 
         Raises:
             ConfigError: if the device or its driver cannot be divided like that.
@@ -44,14 +44,18 @@ class LaneStreams:
             self._driver = driver
 
     def new(self, lane: int) -> torch.cuda.Stream:
-        """Return a new stream for a lane; a higher lane's kernels go first where both wait."""
+        """Return a new stream for a lane on the whole device; a higher lane's kernels go first where both wait."""
+        return torch.cuda.Stream(self._device, priority=-lane)  # type: ignore[no-untyped-call]
+
+    def part(self, lane: int) -> torch.cuda.Stream | None:
+        """Return a new stream on a lane's part of the device; None where it has none."""
         if lane not in self._contexts:
-            return torch.cuda.Stream(self._device, priority=-lane)  # type: ignore[no-untyped-call]
+            return None
         pointer = self._driver.stream(self._contexts[lane][0], -lane)
         return torch.cuda.ExternalStream(pointer, device=self._device)  # type: ignore[no-untyped-call]
 
     def size(self, lane: int) -> int:
-        """Return how many multiprocessors a lane's part has; 0 where it is not confined. The driver rounds up."""
+        """Return how many multiprocessors a lane's part has; 0 where it has none. The driver rounds up."""
         return self._contexts[lane][1] if lane in self._contexts else 0
 
 

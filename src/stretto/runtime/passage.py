@@ -74,6 +74,9 @@ class Finisher:
         if self._items and not self._helpers:
             self._wake.notify()
 
+    def _helped(self) -> bool:
+        return self._helpers > 0
+
     def help(self, done: Callable[[], bool]) -> None:
         """Finish what has left devices, on the calling thread, until `done` or nothing is left to finish. Waits for devices."""
         with self._wake:
@@ -103,7 +106,7 @@ class Finisher:
                     self._wake.wait()
                 if not self._items[0][2].reached():
                     self._wake.wait(_GRACE_S)
-                    if self._helpers:
+                    if self._helped():
                         continue
             self._finish_next(lambda: False)
 

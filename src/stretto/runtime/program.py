@@ -68,8 +68,10 @@ class Program:
         mode: Mode,
         batch_buckets: Sequence[int],
         graphs: Graphs | None = None,
+        beside: Graphs | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        """Make one; `beside` takes graphs for a part of the device, which are replayed while another lane is at work."""
         self._route = model.route
         self._stages = [model.stages[name] for name in model.route.signature(segment)]
         self._keeps = model.route.crossing(segment.stop)
@@ -80,6 +82,8 @@ class Program:
         self.mode = mode
         self._graphs = graphs
         self._captured: dict[tuple[int, tuple[int, ...]], Captured] = {}
+        self._beside = beside
+        self._captured_beside: dict[tuple[int, tuple[int, ...]], Captured] = {}
         self._by_rows = [(i, s) for i, s in enumerate(self._stages) if isinstance(s, CapturesByRows)]
         self._steps_V = np.asarray([v.step for v in model.route.visits], np.int64)
         self._no_control = torch.zeros(1 + 2 * self.visits, 0, dtype=torch.int64)
@@ -112,6 +116,8 @@ class Program:
         for batch, lengths in sorted(self.shapes(), reverse=True):
             if (batch, lengths) not in self._captured:
                 self._captured[batch, lengths] = self._capture(self._graphs, batch, lengths)
+                if self._beside is not None:
+                    self._captured_beside[batch, lengths] = self._capture(self._beside, batch, lengths)
 
     def capture_ahead(self, members: Sequence[Member], cap: int) -> None:
         """Capture the graphs of batches of these members that launches can ask for. Runs some of them, on the current lane.
@@ -191,10 +197,10 @@ class Program:
         self._turn = (self._turn + 1) % _RING
         return ring[self._turn]
 
-    def launch(self, members: Sequence[Member], lengths: Mapping[str, int]) -> Ran:
+    def launch(self, members: Sequence[Member], lengths: Mapping[str, int], *, beside: bool = False) -> Ran:
         """Run the segment for these members on the current stream; `lengths` are their longest real lengths.
 
-        Does not synchronise. Returns how it really ran.
+        `beside`: on the part of the device, if there are graphs for one. Does not synchronise. Returns how it really ran.
         """
         fitted = tuple(b.fit(lengths.get(b.axis, b.lengths[0])) for b in self.buckets)
         if self._by_rows:
@@ -204,7 +210,8 @@ class Program:
             self._run_eagerly(self._control(members, len(members)), members, fitted)
             return Ran(len(members), "eager")
         batch = self._bucket(len(members))
-        self._captured[batch, fitted].replay(_placed(members), lambda: self._control(members, batch))
+        captured = self._captured_beside if beside and self._beside is not None else self._captured
+        captured[batch, fitted].replay(_placed(members), lambda: self._control(members, batch))
         return Ran(batch, "graph")
 
     def _run_eagerly(self, control_cpu: Tensor, members: Sequence[Member], lengths: tuple[int, ...]) -> None:

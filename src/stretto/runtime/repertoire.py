@@ -49,9 +49,9 @@ class Repertoire:
         self._on = {route: model if route == MAIN else OnRoute(model, r) for route, r in ways.routes.items()}
         # Graphs that share a memory pool must not run at the same time, so each lane has its own.
         lanes = range(plan.lanes(name)) if plan.mode == "graph" else ()
-        self._graphs = {
-            n: Graphs(self._device, streams.new(n), streams.size(n)) if streams else Graphs(self._device) for n in lanes
-        }
+        self._graphs = {n: Graphs(self._device, streams.new(n) if streams else None) for n in lanes}
+        parts = {n: part for n in lanes if streams and (part := streams.part(n)) is not None}
+        self._beside = {n: Graphs(self._device, part, streams.size(n)) for n, part in parts.items() if streams}
         self._programs: dict[Kind, Program] = {}
         self._places: dict[tuple[str, Placement], Kind] = {}
         for route, p in ways.on(name):
@@ -65,6 +65,7 @@ class Repertoire:
                     mode=plan.mode,
                     batch_buckets=plan.shapes.get("batch") or batch_buckets(plan.batch_cap(name)),
                     graphs=self._graphs.get(p.lane),
+                    beside=self._beside.get(p.lane),
                     shapes=plan.shapes,
                 )
         self._numbers = {kind: i for i, kind in enumerate(self._programs)}
@@ -82,7 +83,7 @@ class Repertoire:
 
     @property
     def captures(self) -> int:
-        return sum(graphs.captures for graphs in self._graphs.values())
+        return sum(graphs.captures for graphs in (*self._graphs.values(), *self._beside.values()))
 
     def model(self, route: str) -> Model:
         return self._on[route]
