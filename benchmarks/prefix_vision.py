@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--batch", default="1,4,32,8", help="batch sizes, with commas, in the order of their turn")
     parser.add_argument("--prompt", help="prompt tokens, with commas; the longest by default")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
+    parser.add_argument("--new", action="store_true", help="leave out shapes that a shipped table knows")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
     parser.add_argument("--without", default="none", help="tune no op whose name contains this")
     parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
@@ -161,7 +162,8 @@ def main() -> int:
         for w in shapes(config, batch, prompt, dtype)
         if args.only in w[0] and args.without not in w[0]
     ]
-    for wanted in [] if args.no_tune else dict.fromkeys(order):
+    known = choices(device).known if args.new else {}
+    for wanted in [] if args.no_tune else [w for w in dict.fromkeys(order) if w not in known]:
         # A quarter of the time is for the stages, if they are timed.
         for row, entry in measured([wanted], device, begin + (1.0 if args.no_stages else 0.75) * args.seconds):
             if entry is not None:

@@ -31,6 +31,7 @@ _TRANSA, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _SCALE_D, _FAST, _BIAS_TYPE = 3, 
 _PLAIN, _BIASED, _GELU = 1, 4, 32
 _MULTIPROCESSORS = 15
 _MAX_WORKSPACE = 1
+_SPLITS, _REDUCTION = 2, 3
 
 
 class _Found(ctypes.Structure):
@@ -162,10 +163,25 @@ def _listed(problem: Problem, index: int | None) -> tuple[_Found, ...]:
         )
     lib.cublasLtMatmulPreferenceDestroy(preference)
     _check(status, f"no kernel for {problem}")
-    kernels = tuple(f for f in found[: count.value] if f.state == 0)
+    kernels = [f for f in found[: count.value] if f.state == 0]
     if not kernels:
         raise RuntimeError(f"cuBLASLt lists no kernel for {problem}")
-    return kernels
+    # A split inner width is summed in another order, and lists differ by the number of rows: with whole ones only, a row has
+    # the same bits in every batch. The places of the others are taken by the first whole one.
+    whole = next((f for f in kernels if not _split(f)), kernels[0])
+    return tuple(whole if _split(f) else f for f in kernels)
+
+
+def _split(kernel: _Found) -> bool:
+    """Tell whether a kernel cuts the inner width into parts that are summed afterwards."""
+    value = ctypes.c_int32()
+    for field, plain in ((_SPLITS, 1), (_REDUCTION, 0)):
+        status = _library().cublasLtMatmulAlgoConfigGetAttribute(
+            ctypes.byref(kernel.algorithm), field, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)), None
+        )
+        if status == 0 and value.value not in (plain, 0):
+            return True
+    return False
 
 
 class _Call:

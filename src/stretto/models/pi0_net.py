@@ -164,7 +164,11 @@ class Pi0Net(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Recompute the time table in place: one line a denoise step, and a last one for t=0 (actions already known)."""
+        """Recompute the time table in place: one line a denoise step, and a last one for t=0 (actions already known).
+
+        So it does with what the image tower derives from its weights.
+        """
+        self.vision.refresh()
         times = [t for t, _ in euler_schedule(self.config.denoise_steps)]
         self.table.copy_(self.time(torch.tensor([*times, 0.0], device=self.table.device)).table)
 
@@ -219,12 +223,11 @@ class Pi0Net(nn.Module):
         self, x_BHA: Tensor, condition: Condition, norms: ExpertNorms, prefix: PrefixKV, state_BW: Tensor | None
     ) -> Tensor:
         first, last = norms.lines(0), norms.lines(2 * self.config.expert.depth)
-        counters = self.expert.counters(x_BHA)  # before the chain of kernels, whose starts overlap
         if self.config.family == "pi05":
             stream = enter_stream(x_BHA.float(), self.action_in.weight, self.action_in.bias, first, self.dtype)
         else:
             stream = open_stream(self._suffix(x_BHA, condition, state_BW), first, self.dtype)
-        stream = self.expert.streamed(stream, norms, prefix, counters)
+        stream = self.expert.streamed(stream, norms, prefix)
         out, read = self.action_out, (stream.scaled_BRD, stream.squares_MP)
         return leave_stream(*read, last, out.weight, out.bias, norms.eps)[:, -self.config.action_horizon :]
 

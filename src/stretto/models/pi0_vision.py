@@ -19,6 +19,8 @@ from stretto.models.pi0_config import Pi0Config
 
 
 class VisionBlock(nn.Module):
+    wide_biases: Tensor
+
     def __init__(self, width: int, mlp: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
@@ -27,6 +29,13 @@ class VisionBlock(nn.Module):
         self.out = nn.Linear(width, width, dtype=dtype)
         self.up = nn.Linear(width, mlp, dtype=dtype)
         self.down = nn.Linear(mlp, width, dtype=dtype)
+        # The biases of `out` and `down` in fp32, for products that add them to the residual stream.
+        self.register_buffer("wide_biases", torch.empty(2, width), persistent=False)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Follow a change of the weights, in place."""
+        self.wide_biases.copy_(torch.stack((self.out.bias, self.down.bias)))
 
     def attend(self, x: Tensor) -> Tensor:
         """Return what the output projection reads."""
@@ -52,6 +61,12 @@ class VisionTower(nn.Module):
         self.norm = nn.LayerNorm(dims.width)
         self.project = nn.Linear(dims.width, config.language.width, dtype=dtype)
 
+    def refresh(self) -> None:
+        """Recompute what is derived from the weights, in place."""
+        for block in self.blocks:
+            if isinstance(block, VisionBlock):
+                block.refresh()
+
     def patches(self, images_BCRR3: Tensor) -> Tensor:
         """Return the embedded patches without their positions, [B C, T, D]."""
         # Rows of a multiple of 16 bytes, as fast products want them.
@@ -68,10 +83,12 @@ class VisionTower(nn.Module):
         x, residual = add_layer_norm(self.patches(images_BCRR3), self.position, first.weight, first.bias, self.eps)
         following = [*(b.norm1 for b in blocks[1:]), self.norm]
         for block, after in zip(blocks, following, strict=True):
-            out, down, norm = block.out, block.down, block.norm2
+            out, down, norm, wide = block.out, block.down, block.norm2, block.wide_biases
             y = block.attend(x)
-            x, residual = linear_add_layer_norm(y, out.weight, out.bias, residual, norm.weight, norm.bias, self.eps)
+            x, residual = linear_add_layer_norm(y, out.weight, out.bias, residual, norm.weight, norm.bias, self.eps, wide[0])
             y = block.hidden(x)
-            x, residual = linear_add_layer_norm(y, down.weight, down.bias, residual, after.weight, after.bias, self.eps)
+            x, residual = linear_add_layer_norm(
+                y, down.weight, down.bias, residual, after.weight, after.bias, self.eps, wide[1]
+            )
         tokens: Tensor = self.project(x)
         return tokens.reshape(batch, -1, tokens.shape[-1])

@@ -174,14 +174,13 @@ def prefix_attention_triton(
 
 
 def _suffix_hopper(cut: hopper.Tiling, q_BTHd: Tensor, keys: Keys, scale: float | None) -> Tensor:
-    fresh = (keys.k_suffix_BNKd, keys.v_suffix_BNKd)
-    k, v = fresh
-    known = keys.slots_B is not None and keys.mask_BP is not None and k is not None and v is not None
-    if not known or keys.suffix_lead or not hopper.takes(q_BTHd, keys.k_SPKd, keys.v_SPKd, k, v):
+    k, v, slots, mask = keys.k_suffix_BNKd, keys.v_suffix_BNKd, keys.slots_B, keys.mask_BP
+    if k is None or v is None or slots is None or mask is None or keys.suffix_lead:
         return split_attention(q_BTHd, keys, scale)
-    return hopper.hopper_attention(
-        q_BTHd, keys.k_SPKd, keys.v_SPKd, keys.slots_B, keys.mask_BP, cut, length_B=keys.length_B, suffix=(k, v), scale=scale
-    )
+    if not hopper.takes(q_BTHd, keys.k_SPKd, keys.v_SPKd, k, v):
+        return split_attention(q_BTHd, keys, scale)
+    arena = (keys.k_SPKd, keys.v_SPKd, slots, mask)
+    return hopper.hopper_attention(q_BTHd, *arena, cut, length_B=keys.length_B, suffix=(k, v), scale=scale)
 
 
 def run_prefix_attention(

@@ -193,11 +193,11 @@ def _candidates(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> l
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    return _candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8), (128, 64, 128, 4, 8), (128, 64, 128, 4, 4)])
+    return _candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    blocks = [(128, 256, 128, 3, 8), (128, 128, 128, 4, 8), (128, 128, 128, 4, 4), (64, 128, 128, 4, 4), (128, 64, 128, 5, 4)]
+    blocks = [(128, 256, 128, 3, 8)]
     return [*cublas_lt.candidates(12), *_candidates(key, blocks)]
 
 

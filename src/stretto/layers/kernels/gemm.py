@@ -29,8 +29,6 @@ except ImportError:
 
 FEW_ROWS = 600
 """Below, a product does not keep the chip busy, and what counts is how soon it starts."""
-MANY_ROWS = 2000
-"""From these on no tile of ours was faster than cuBLAS at a plain product."""
 Activation = Literal["gelu", "geglu"]
 FIELDS: Mapping[str, tuple[int | str, ...]] = {
     "impl": ("cublas", "lt", "triton"),

@@ -5,7 +5,7 @@ for the scores of the next keys, then for the weighted values of the last ones, 
 have the second product; the other group fills what is left. Triton's own compiler waits for the scores first, so this is
 written in Gluon, which leaves the waits to the author.
 
-Keys are those of a slot of an arena, then fresh ones of a suffix if there are any. They may be split; parts are joined in order.
+Keys are those of a slot of an arena, then fresh ones of a suffix if there are any. Split ones are joined in their order.
 
 Shape legend: B rows, T query tokens, P arena tokens, N suffix tokens, S slots, H query heads that share one key/value head,
 d head size, R = T H packed query rows.
@@ -421,7 +421,9 @@ def hopper_attention(
     assert multiplier is None or t.splits == 1
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype if multiplier is None else E4M3, device=q_BTHd.device)
     kept = batch * t.splits * rows if t.splits > 1 else 0
-    parts = torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device).split([kept * head_dim, kept, kept])
+    parts = torch.split(
+        torch.empty(kept * (head_dim + 2), dtype=torch.float32, device=q_BTHd.device), [kept * head_dim, kept, kept]
+    )
     mask = mask_BP.view(torch.uint8) if mask_BP.dtype == torch.bool else mask_BP
     fresh = (k_SPKd, v_SPKd) if suffix is None else suffix
     _hopper_attention_kernel[(cdiv(rows, 2 * QUERIES), t.splits, batch)](

@@ -9,8 +9,6 @@ Shape legend: ... any leading axes, M rows in all of them, K inner width, F hidd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -24,7 +22,7 @@ from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 # From these on the kernel was faster than cuBLAS and a pass at every size that was measured.
 LARGE_ROWS, LARGE_WEIGHT = 768, 2**25
-BLOCKS = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4))
+FEW_ROW_BLOCKS = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (128, 64, 64, 3, 8))
 
 
 def linear_geglu_reference(x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -105,33 +103,23 @@ def _in_parts(x: Tensor, weight_2FK: Tensor, parts: int) -> Tensor:
     return out
 
 
-def _tilings(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
-    groups = (8,) if key[0] < 16384 else (8, 16)
-    return [
-        Tiling(m, n, k, stages, warps, group, persistent).config
-        for m, n, k, stages, warps in blocks
-        for group in groups
-        for persistent in (1, 0)
-    ]
-
-
 def _geglu_candidates(key: Key) -> list[Config]:
-    parts = (1, *(n for n in (2, 4) if key[0] // n >= 4000))
-    whole: list[Config] = [{"impl": "cublas", "parts": n} for n in parts]
-    if key[0] < LARGE_ROWS:
-        few = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (128, 64, 64, 3, 8))
-        return [*whole, *cublas_lt.candidates(8), *(Tiling(*cut, 8, 0).config for cut in few)]
-    blocks = [(128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (256, 64, 64, 4, 8)]
+    whole: list[Config] = [{"impl": "cublas", "parts": 1}]
+    if key[0] < gemm.FEW_ROWS:
+        return [*whole, *cublas_lt.candidates(8), *(Tiling(*cut, 8, 0).config for cut in FEW_ROW_BLOCKS)]
     if key[0] <= 1024:  # two programs a multiprocessor, and less height beyond the last row
-        blocks += [(64, 128, 64, 2, 4), (64, 128, 32, 4, 4), (128, 64, 64, 3, 4)]
-    return [*whole, *cublas_lt.candidates(4), *_tilings(key, blocks)]
+        apart = ((64, 128, 64, 2, 4), (64, 128, 32, 4, 4), (128, 64, 64, 3, 4))
+        own = [Tiling(128, 128, 64, 3, 8, 8, 1), *(Tiling(*cut, 8, 0) for cut in apart)]
+        return [*whole, *(t.config for t in own)]
+    groups = (8,) if key[0] < 16384 else (8, 16)
+    own = [Tiling(128, 128, 64, stages, 8, group, 1) for stages in (3, 4) for group in groups]
+    return [*whole, *(t.config for t in own)]
 
 
 def _dense_candidates(key: Key) -> list[Config]:
-    if key[0] < gemm.FEW_ROWS:
-        few = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 32, 128, 4, 4), (128, 64, 64, 6, 4), (64, 64, 64, 6, 4))
-        return [{"impl": "cublas"}, *cublas_lt.candidates(12), *(Tiling(*cut, 8, 0).config for cut in few)]
-    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *(_tilings(key, BLOCKS) if key[0] < gemm.MANY_ROWS else [])]
+    # No tile of ours was faster than cuBLAS's at a plain product of many rows.
+    own = [Tiling(*cut, 8, 0).config for cut in FEW_ROW_BLOCKS] if key[0] < gemm.FEW_ROWS else []
+    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *own]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -140,8 +128,7 @@ def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    own = _tilings(key, BLOCKS) if key[0] < gemm.MANY_ROWS else []
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12), *own]
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12)]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

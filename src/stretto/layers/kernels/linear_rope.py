@@ -277,19 +277,12 @@ def _supports(
 
 def _candidates(key: Key) -> list[Config]:
     half = key[4] // 2
-    few = [(64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 32, 64, 3, 4), (128, 64, 64, 3, 4)]
-    many = [
-        (128, 128, 64, 4, 8),
-        (128, 128, 64, 3, 8),
-        (64, 128, 64, 4, 4),
-        (64, 128, 64, 2, 4),
-        (128, 64, 64, 3, 4),
-        (128, 64, 64, 4, 8),
-    ]
-    blocks = few if key[0] < gemm.FEW_ROWS else many
     found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
-    found += [Tiling(m, n, k, s, w, 8, 0).config for m, n, k, s, w in blocks if half % n == 0]
-    return found
+    # The kernel rotates what the product has not rounded, so its bits are others: one way for all sizes of a prefix, and for
+    # many rows that is cuBLAS.
+    few = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 32, 64, 3, 4), (128, 64, 64, 3, 4))
+    blocks = few if key[0] < gemm.FEW_ROWS or key[1] < 2048 else ()
+    return found + [Tiling(m, n, k, s, w, 8, 0).config for m, n, k, s, w in blocks if half % n == 0]
 
 
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
