@@ -84,6 +84,8 @@ def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     yield "linear_add_ada_rms_norm", (rows, expert.mlp, expert.width), dtype
     yield "linear_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
     yield "linear_add_ada_rms_norm", (rows, packed, expert.width), dtype
+    heads = (expert.heads, expert.head_dim, expert.kv_heads)
+    yield "suffix_attention", (batch, c.suffix_tokens, *heads, c.prefix_tokens, c.suffix_tokens), dtype
 
 
 def floor_us(wanted: Wanted, device: torch.device) -> float | None:
@@ -134,7 +136,10 @@ def main() -> int:
     parser.add_argument("--batch", default="1,4,32,8", help="batch sizes, with commas, in the order of their turn")
     parser.add_argument("--prompt", help="prompt tokens, with commas; the longest by default")
     parser.add_argument("--seconds", type=float, default=100.0, help="start no new case after this long")
-    parser.add_argument("--new", action="store_true", help="leave out shapes that a shipped table knows")
+    parser.add_argument(
+        "--cells", help="batch:prompt or batch:prompt:bf16, with commas; in place of every batch with every prompt"
+    )
+    parser.add_argument("--new", nargs="*", default=(), help="of these ops leave out shapes that a shipped table knows")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
     parser.add_argument("--without", default="none", help="tune no op whose name contains this")
     parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
@@ -156,14 +161,20 @@ def main() -> int:
 
     table = table_at(args.table, device_name(device))
     cells = [(batch, prompt) for batch in batches for prompt in prompts]
+    coded = set(cells)
+    if args.cells:
+        named = [cell.split(":") for cell in args.cells.split(",")]
+        cells = [(int(batch), int(prompt)) for batch, prompt, *_ in named]
+        coded = {(int(batch), int(prompt)) for batch, prompt, *more in named if not more}
     order = [
         w
-        for batch, prompt in cells
-        for w in shapes(config, batch, prompt, dtype)
-        if args.only in w[0] and args.without not in w[0]
+        for cell in cells
+        for w in shapes(config, *cell, dtype)
+        if args.only in w[0] and args.without not in w[0] and (w[2] != CODED or cell in coded)
     ]
-    known = choices(device).known if args.new else {}
-    for wanted in [] if args.no_tune else [w for w in dict.fromkeys(order) if w not in known]:
+    known = choices(device).known
+    order = [w for w in dict.fromkeys(order) if w not in known or w[0] not in args.new]
+    for wanted in [] if args.no_tune else order:
         # A quarter of the time is for the stages, if they are timed.
         for row, entry in measured([wanted], device, begin + (1.0 if args.no_stages else 0.75) * args.seconds):
             if entry is not None:

@@ -236,12 +236,11 @@ def _suffix_candidates(key: Key) -> list[Config]:
     batch, tokens, heads, head_dim, kv_heads, arena, suffix = key
     rows, groups = tokens * heads // kv_heads, batch * kv_heads
     if groups < 2:
-        cuts = _cuts((64, 64, 9, 4, 2), (64, 64, 9, 4, 2, 1), (64, 64, 9, 8, 3, 1), (64, 32, 11, 4, 3, 1), (64, 64, 6, 4, 2, 1))
+        cuts = _cuts((64, 64, 9, 4, 2, 1), (64, 64, 9, 8, 3, 1), (64, 32, 11, 4, 3, 1))
     elif groups < 16:
-        cuts = _cuts((64, 32, 4, 4, 2), (64, 32, 4, 4, 2, 1), (64, 32, 5, 4, 2, 1), (64, 32, 9, 4, 2, 1), (64, 32, 3, 4, 3, 1))
-        cuts += _cuts((128, 32, 4, 8, 3, 1), (128, 64, 4, 8, 2, 1), (128, 64, 5, 8, 2, 1), (128, 64, 8, 8, 2, 1))
+        cuts = _cuts((128, 32, 4, 8, 3, 1), (128, 64, 5, 8, 2, 1), (128, 64, 8, 8, 2, 1))
     else:
-        cuts = _cuts((128, 64, 1, 8, 2, 1), (128, 32, 1, 8, 3, 1), (64, 32, 1, 4, 2, 1), (128, 64, 2, 8, 2, 1))
+        cuts = _cuts((128, 64, 1, 8, 2, 1))
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
     splits = (1, 2) if groups >= 16 else (3, 4, 5, 6) if groups > 1 else (6, 9, 17)
     return [*(t._asdict() for t in dict.fromkeys([own, *cuts])), *(hopper.Tiling(64, 2, n).config for n in splits)]
@@ -269,15 +268,7 @@ def _run_suffix(choice: Config | None, q: Tensor, *rest: Tensor) -> Tensor:
 
 def _tilings(head_dim: int) -> list[Config]:
     if head_dim > 128:
-        blocks = [
-            (128, 64, 8, 2),
-            (64, 64, 4, 2),
-            (64, 64, 4, 3),
-            (64, 32, 4, 2),
-            (64, 32, 4, 3),
-            (64, 32, 4, 4),
-            (128, 32, 8, 4),
-        ]
+        blocks = [(128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 3)]
     else:
         blocks = [(64, 256, 4, 1), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 256, 8, 1), (128, 128, 8, 2)]
     return [tma.Tiling(*cut).config for cut in blocks]
