@@ -14,7 +14,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from stretto.core.errors import PlanError, WorkerDiedError
+from stretto.core.errors import CapacityError, PlanError, WorkerDiedError
 from stretto.core.plan import Device, Placement, Plan
 from stretto.deploy.world import World, WorldOptions
 from stretto.deploy.world_models import WanShare, place
@@ -168,6 +168,32 @@ def test_a_killed_worker_ends_its_sessions_with_the_cause_and_readiness(world: W
     assert not world.ready
     with pytest.raises(WorkerDiedError):
         world.open("another")
+
+
+def test_a_killed_replica_ends_its_own_sessions_and_the_others_go_on() -> None:
+    options = WorldOptions(plan="replicas", devices=("cpu:0", "cpu:1"), workers="processes", streams=2, text_encoder="hash")
+    world = World(options)
+    world.warm()
+    try:
+        hit, spared = world.open("a road"), world.open("a road")
+        assert [hit.read(60).index, spared.read(60).index] == [0, 0]
+        os.kill(world.engine.workers["cpu:0"], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="cpu:0"):
+            [hit.read(60) for _ in range(200)]
+        assert [spared.read(60).index for _ in range(8)] == list(range(1, 9))
+        another = world.open("a lake")
+        assert another.read(60).index == 0
+        assert world.ready
+        with pytest.raises(CapacityError):
+            world.open("there is room for two on each")
+        os.kill(world.engine.workers["cpu:1"], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="cpu:1"):
+            [spared.read(60) for _ in range(200)]
+        assert not world.ready
+        with pytest.raises(WorkerDiedError):
+            world.open("a sea")
+    finally:
+        world.close()
 
 
 PARENT = """

@@ -24,7 +24,7 @@ class WorldFlags:
     """`wan-tiny`, wan2.1-1.3b, wan2.1-14b or wan2.2-5b. Weights are random without a checkpoint."""
     checkpoint: Path | None = None
     """A .safetensors file or folder (original or diffusers names), or a Self-Forcing or CausVid .pt."""
-    plan: Literal["whole", "by_step", "by_block", "by_stage", "circular"] = "whole"
+    plan: Literal["whole", "by_step", "by_block", "by_stage", "circular", "replicas"] = "whole"
     devices: tuple[str, ...] = ("auto",)
     """One for each part of the plan, such as cuda:0 cuda:1, or cpu:0 cpu:1."""
     workers: Literal["threads", "processes"] = "threads"

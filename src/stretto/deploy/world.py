@@ -46,6 +46,7 @@ class WorldOptions:
     checkpoint: Path | None = None
     """A `.safetensors` file or folder (original or diffusers names), or a Self-Forcing or CausVid `.pt`."""
     plan: str = "whole"
+    """How a session is spread over devices; `replicas` gives each session one of them."""
     devices: tuple[str, ...] = ("auto",)
     workers: Literal["threads", "processes"] = "threads"
     transport: Transport = "peer"
@@ -53,7 +54,7 @@ class WorldOptions:
     dtype: str = "auto"
     batch_cap: int = 1
     streams: int = 4
-    """Most sessions at a time; memory for the state of all of them is taken at the start."""
+    """Most sessions at a time, of each replica where there are some; memory for all of their state is taken at the start."""
     read_ahead: int = 0
     """Chunks of a session that are made before they are read; 0: as many as the plan keeps in flight."""
     ahead: int = 1
@@ -107,7 +108,7 @@ class World:
         else:
             raise ConfigError("workers", got="threads on several GPUs", expected="processes, one for each GPU")
         self.engine = Engine(held, self.plan, streams=options.streams, routes=routes_of(described), workers=workers)
-        self.read_ahead = options.read_ahead or self.plan.credit("default")
+        self.read_ahead = options.read_ahead or self.plan.credit(next(iter(self.plan.classes)))
         self.sessions: dict[int, WorldSession] = {}
         self._lock = threading.Lock()
         self._warm = False
@@ -158,7 +159,7 @@ class World:
 
     @property
     def dead(self) -> str | None:
-        return self.engine.dead
+        return self.engine.ended
 
     def warm(self) -> None:
         """Start the engine. Blocks."""

@@ -24,6 +24,9 @@ from stretto.sched.measured import find
 from stretto.sched.profile import Carry, Profile, Provenance, StageProfile
 
 KINDS = ("whole", "by_step", "by_block", "by_stage", "circular")
+"""Ways to spread one stream over devices."""
+REPLICAS = "replicas"
+"""The whole route on each device, for streams of its own; what happens to one device is nothing to the others."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,16 @@ def place(model: WanModel, kind: str, devices: Sequence[str], *, batch_cap: int 
         ConfigError: if the kind is unknown, or `whole` is asked for several devices.
         PlanError: if there are more devices than parts.
     """
-    if kind not in KINDS:
-        raise ConfigError("plan", got=repr(kind), expected=f"one of {KINDS}")
+    if kind not in (*KINDS, REPLICAS):
+        raise ConfigError("plan", got=repr(kind), expected=f"one of {(*KINDS, REPLICAS)}")
     profile, places = profile_of(model, devices), [Device(name) for name in devices]
     if kind == "whole" and len(places) > 1:
-        raise ConfigError("devices", got=list(devices), expected="one device for the plan `whole`")
+        raise ConfigError("devices", got=list(devices), expected="one device for the plan `whole`, or the plan `replicas`")
+    if kind == REPLICAS:
+        each = [place(model, "whole", (name,), batch_cap=batch_cap, mode=mode) for name in devices]
+        classes = {name: plan.classes["default"] for name, plan in zip(devices, each, strict=True)}
+        caps = dict.fromkeys(devices, batch_cap)
+        return replace(each[0], kind=REPLICAS, devices=tuple(places), classes=classes, batch_caps=caps)
     if kind == "whole":
         plan = plans.whole(profile, places[0], quantum=len(model.route), batch_cap=batch_cap)
     elif kind == "circular":

@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import CapacityError, FieldError, PlanError, StreamClosedError, WorkerDiedError
+from stretto.core.errors import CapacityError, FieldError, PlanError, StreamClosedError, StrettoError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
 from stretto.core.route import Route
@@ -134,6 +134,19 @@ class Engine:
         return next((e.dead for e in self.executors.values() if e.dead), None)
 
     @property
+    def ended(self) -> str | None:
+        """Why the engine can take no stream of any class any more, or None."""
+        reasons = [self._down(name) for name in self.plan.classes]
+        return reasons[0] if all(reasons) else None
+
+    def _down(self, stream_class: str) -> str | None:
+        """Return which device of a class is gone, and why."""
+        for p in self.plan.placements(stream_class):
+            if dead := self.executors[p.device].dead:
+                return f"device {p.device} is down: {dead}"
+        return None
+
+    @property
     def queue_depth(self) -> int:
         return sum(e.queue_depth for e in self.executors.values())
 
@@ -172,18 +185,29 @@ class Engine:
         return self._fleet.resident_bytes if self._fleet else {}
 
     def open(self, *, stream_class: str | None = None, seed: int = 0) -> Stream:
-        """Open a stream of a class of the plan (its only one by default).
+        """Open a stream of a class of the plan; by default of the one with the fewest streams that has room.
 
         Raises:
             PlanError: if the plan has no such class.
             CapacityError: if a device has no room for its state.
             WorkerDiedError: if a device of the class is gone.
         """
-        name = stream_class or next(iter(self.plan.classes))
+        if stream_class is not None:
+            return self._open_in(stream_class, seed)
+        with self._lock:
+            taken = Counter(s.stream_class for s in self._open.values())
+        refusals: list[StrettoError] = []
+        for name in sorted(self.plan.classes, key=lambda name: taken[name]):
+            try:
+                return self._open_in(name, seed)
+            except (CapacityError, WorkerDiedError) as refusal:
+                refusals.append(refusal)
+        raise next((r for r in refusals if isinstance(r, CapacityError)), refusals[0])
+
+    def _open_in(self, name: str, seed: int) -> Stream:
         placements = self.plan.placements(name)
-        for device in dict.fromkeys(p.device for p in placements):
-            if self.executors[device].dead:
-                raise WorkerDiedError(f"device {device} is down: {self.executors[device].dead}")
+        if down := self._down(name):
+            raise WorkerDiedError(down)
         need = {d: Counter(self._state[d].counts(name)) for d in self.executors}
         with self._lock:
             for d, wanted in need.items():
