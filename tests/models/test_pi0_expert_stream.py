@@ -33,7 +33,7 @@ def test_the_expert_around_a_stream_equals_its_plain_layers(model: Pi0Model, per
     with torch.no_grad():
         want = model.module.expert(residual, norms, prefix)
         stream = open_stream(residual, norms.lines(0), torch.float32)
-        stream = model.module.expert.streamed(stream, norms, prefix, model.module.expert.counters(residual))
+        stream = model.module.expert.streamed(stream, norms, prefix)
         got = normed_reference(stream.scaled_BRD, stream.squares_MP, norms.lines(2 * c.expert.depth), norms.eps)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 

@@ -20,7 +20,6 @@ from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, expert_layers
-from stretto.layers.kernels.gated_linear import counters_needed
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
@@ -118,12 +117,7 @@ class Expert(nn.Module):
             x, residual = norms.after(2 * i + 2, residual, hidden, block.down.weight, torch.float32 if last else self.dtype)
         return x
 
-    def counters(self, x_BSA: Tensor) -> Tensor:
-        """Return what `streamed` counts with, for a call on these suffix tokens."""
-        needed = counters_needed(x_BSA.shape[0] * x_BSA.shape[1], self._layers()[0].dims.width)
-        return torch.zeros(needed, dtype=torch.int32, device=x_BSA.device)
-
-    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV, counters: Tensor) -> Stream:
+    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
         """Run the same layers with norms folded into the products behind them, and sums into those before.
 
         The result's scaled rows are in fp32, for what comes after the last norm.
@@ -132,7 +126,7 @@ class Expert(nn.Module):
         weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in blocks]
         lines = [norms.lines(i) for i in range(2 * len(blocks) + 1)]
         shape = Shape(**blocks[0].rotary, eps=norms.eps, lead=self.lead)
-        return expert_layers(stream, weights, lines, prefix, shape, counters)
+        return expert_layers(stream, weights, lines, prefix, shape)
 
     def streams(self, x_BSA: Tensor) -> bool:
         """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""

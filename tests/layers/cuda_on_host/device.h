@@ -49,8 +49,7 @@ struct Meeting {
 };
 
 struct Copy {
-    char* to;
-    const char* from;
+    std::function<void()> work;
     uint32_t bytes;
     uint64_t* barrier;
     uint64_t due;
@@ -161,11 +160,11 @@ inline void deliver(bool everything) {
     for (size_t i = 0; i < grid->copies.size();) {
         Copy& c = grid->copies[i];
         if (everything || c.due <= grid->passes) {
-            std::memcpy(c.to, c.from, c.bytes);
+            c.work();
             State& s = state_of(c.barrier);
             s.bytes -= c.bytes;
             settle(s);
-            c = grid->copies.back();
+            c = std::move(grid->copies.back());
             grid->copies.pop_back();
         } else {
             ++i;
@@ -305,10 +304,52 @@ inline void barrier_wait(Barrier* b, uint32_t parity) {
     while (host::state_of(b).phase == parity) host::yield();
     host::grid->now->waits = nullptr;
 }
+inline void copy_later(uint32_t bytes, Barrier* b, std::function<void()> work) {
+    host::grid->copies.push_back({std::move(work), bytes, b, host::grid->passes + host::grid->next_random() % 12});
+}
 inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16) host::fail("a copied row is not aligned");
-    host::grid->copies.push_back({static_cast<char*>(to), static_cast<const char*>(from), bytes, b, host::grid->passes + host::grid->next_random() % 12});
+    copy_later(bytes, b, [=] { std::memcpy(to, from, bytes); });
 }
+
+struct Map {
+    const char* from;
+    uint64_t sizes[5], steps[5];
+    uint32_t tile[5];
+};
+struct Place {
+    int at[5];
+};
+inline Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    Map m{static_cast<const char*>(from)};
+    for (int i = 0; i < 5; ++i) m.sizes[i] = sizes[i], m.steps[i] = i == 0 ? 2 : steps[i - 1], m.tile[i] = tile[i];
+    return m;
+}
+// In rows of 64 numbers; 16-byte pieces change places by the row's number in a group of eight.
+inline void copy_tile(void* to, const Map& m, const Place& place, Barrier* b) {
+    if (reinterpret_cast<uintptr_t>(to) % 1024) host::fail("a tile is not aligned");
+    uint32_t rows = 1;
+    for (int i = 1; i < 5; ++i) rows *= m.tile[i];
+    copy_later(rows * 128, b, [=] {
+        for (uint32_t row = 0; row < rows; ++row) {
+            const char* from = m.from + place.at[0] * 2;
+            bool inside = true;
+            uint32_t rest = row;
+            for (int i = 1; i < 5; ++i) {
+                const uint64_t at = place.at[i] + rest % m.tile[i];
+                rest /= m.tile[i];
+                inside = inside && at < m.sizes[i];
+                from += at * m.steps[i];
+            }
+            for (int piece = 0; piece < 8; ++piece) {
+                char* out = static_cast<char*>(to) + row * 128 + (piece ^ row % 8) * 16;
+                if (inside) std::memcpy(out, from + piece * 16, 16);
+                else std::memset(out, 0, 16);
+            }
+        }
+    });
+}
+
 // Launches of a chain run one after the other.
 inline void let_next_start() {}
 inline void await_previous() {}
@@ -388,6 +429,8 @@ inline float in_tile(const void* tile, int row, int bytes) {
 inline void before_products() {}
 inline void products_begin() {}
 inline void products_end() {}
+template <int LATER>
+void await_products() {}
 template <int N>
 void multiply_tiles(float* c, const void* a, const void* b, bool add) {
     const int lane = thread_id() % 32, warp = thread_id() / 32 % 4;

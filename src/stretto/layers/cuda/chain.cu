@@ -1,5 +1,8 @@
 // The launches of the expert's layers behind one plain C function.
 #ifndef STRETTO_ON_HOST
+#include <cuda.h>
+#include <dlfcn.h>
+
 #include "device.cuh"
 #endif
 #include "chain_attention.cuh"
@@ -20,6 +23,7 @@ static_assert(ROWS * TILES * 4 <= 4096);
 constexpr int KINDS = 5, CTAS[KINDS] = {QKV / 64 * QkvShape::CUTS, TOKEN_TILES * 2 * KEY_CUTS, TILES * OutShape::CUTS,
                                         MLP / 32 / GateUpShape::BLOCKS * GateUpShape::CUTS, TILES * DownShape::CUTS};
 constexpr int MOST_CTAS = 160;
+constexpr uint64_t ROW = WIDTH * 2;
 
 struct Layer {
     const bf16 *qkv, *out, *gate_up, *down;
@@ -28,7 +32,7 @@ struct Layer {
 struct Call {
     int64_t depth, launches, rows, tokens, prefix, mask_step, square_parts;
     const bf16 *k, *v;
-    int64_t slot_step, layer_step, token_step;
+    int64_t slots, slot_step, layer_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
     const int32_t *length, *start;
@@ -44,9 +48,10 @@ struct Call {
     Layer layers[MAX_LAYERS];
 };
 
+// What launch `kind` asks for: bit `kind` of `wanted` says whether it does.
 Ahead ahead_of(const void* from, int64_t bytes, int kind, int64_t wanted) {
-    const int threads = CTAS[kind] * (kind == 3 ? GateUpShape::THREADS : GROUP);
-    return {static_cast<const char*>(from), wanted ? int(bytes) : 0, int(bytes / threads + 15) / 16 * 16};
+    const bool asks = wanted >> kind & 1;
+    return {static_cast<const char*>(from), asks ? int(bytes) : 0, int(bytes / (CTAS[kind] * 32) + 16) / 16 * 16};
 }
 
 }  // namespace
@@ -64,6 +69,27 @@ LAUNCHED(stretto_chain_gate_up, GateUpShape::THREADS, GateUp, gate_up(a, shared)
 LAUNCHED(stretto_chain_down, DownShape::THREADS, Add, add<DownShape>(a, shared))
 
 namespace {
+
+// A map of bf16 [.., n1, n0]: sizes and tile from the innermost axis on, steps in bytes from the second on.
+using MakeMap = decltype(&cuTensorMapEncodeTiled);
+MakeMap maker() {
+    static const MakeMap found = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
+    }();
+    return found;
+}
+
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
+    const uint32_t each[5] = {1, 1, 1, 1, 1};
+    device::Map map{};
+    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
+                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (e != CUDA_SUCCESS) throw e;
+    return map;
+}
 
 cudaError_t prepare(const void* kernel, int bytes) {
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -99,6 +125,10 @@ struct Queue {
 };
 #define KERNEL_OF(name, body) name
 #else
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    return device::map_of(from, sizes, steps, tile);
+}
+
 struct Queue {
     const char* error = nullptr;
 
@@ -129,28 +159,41 @@ void run(Q& queue, const Call& c, const float* reals) {
         for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
             if (kind == 0) {
                 Qkv a{};
-                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(2) * MLP * WIDTH * 2, kind, c.ahead), first);
-                a.weight = w.qkv, a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
+                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(MLP) * WIDTH * 2, kind, c.ahead), first);
+                a.weight = map_of(w.qkv, {WIDTH, 8, 2, HALF / 8, HEADS + 2}, {ROW, HALF * ROW, 8 * ROW, HEAD * ROW}, {64, 8, 2, 4, 1});
+                a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
                 a.q = m + Q_MEMORY_AT, a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = reals[0];
                 queue.launch(KERNEL_OF(stretto_chain_qkv, qkv), CTAS[kind], QkvShape::CUTS, QkvShape::THREADS, QkvShape::BYTES, a);
             } else if (kind == 1) {
                 Attention a{};
-                a.all = common(nullptr, 0, ahead_of(w.down, int64_t(WIDTH) * MLP * 2, kind, c.ahead));
+                a.all = common(nullptr, 0, ahead_of(w.gate_up + int64_t(MLP) * WIDTH, int64_t(MLP) * WIDTH * 2, kind, c.ahead));
                 a.q = m + Q_MEMORY_AT, a.k_fresh = k_fresh, a.v_fresh = v_fresh;
-                a.k = c.k + i * c.layer_step, a.v = c.v + i * c.layer_step, a.slot_step = c.slot_step, a.token_step = c.token_step;
+                const auto kept = [&](const bf16* arena) {
+                    const uint64_t step = c.token_step * 2, slots = c.slots, of_slot = c.slot_step * 2, tokens = c.prefix, span = (c.prefix + KEY_CUTS - 1) / KEY_CUTS;
+                    return map_of(arena + i * c.layer_step, {HEAD, tokens, slots, 1, 1}, {step, of_slot, slots * of_slot, slots * of_slot}, {64, uint32_t(span), 1, 1, 1});
+                };
+                a.k = kept(c.k), a.v = kept(c.v), a.slot_step = c.slot_step, a.token_step = c.token_step;
+                if (c.ahead >> KINDS & 1) {
+                    const int64_t next_at = (i + 1) % c.depth * c.layer_step;
+                    a.k_next = c.k + next_at, a.v_next = c.v + next_at;
+                }
                 a.slot = c.slot, a.mask = c.mask, a.mask_step = c.mask_step, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
                 const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
                 queue.launch(KERNEL_OF(stretto_chain_attention, attend), int(c.rows) * blocks * 2 * KEY_CUTS, KEY_CUTS, GROUP, ATTENTION_BYTES, a);
             } else if (kind == 3) {
                 GateUp a{};
                 a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
-                a.weight = w.gate_up, a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
+                a.weight = map_of(w.gate_up, {WIDTH, 8, 2, MLP / 8, 1}, {ROW, MLP * ROW, 8 * ROW, 2 * MLP * ROW}, {64, 8, 2, 4, 1});
+                a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
                 queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[kind], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
             } else {
                 const bool down = kind == 4;
                 Add a{};
-                a.all = common(nullptr, 0, down ? ahead_of(next.out, int64_t(WIDTH) * INNER * 2, kind, c.ahead) : Ahead{});
-                a.weight = down ? w.down : w.out, a.x = m + (down ? HIDDEN_AT : ATTENDED_AT);
+                a.all = common(nullptr, 0, down ? ahead_of(next.out, int64_t(WIDTH) * INNER * 2, kind, c.ahead)
+                                                   : ahead_of(w.down, int64_t(WIDTH) * MLP * 2, kind, c.ahead));
+                const uint64_t input = down ? MLP : INNER, all = input * 2 * WIDTH;
+                a.weight = map_of(down ? w.down : w.out, {input, WIDTH, 1, 1, 1}, {input * 2, all, all, all}, {64, 64, 1, 1, 1});
+                a.x = m + (down ? HIDDEN_AT : ATTENDED_AT);
                 a.table = c.table + (2 * i + down) * c.norm_step, a.line_step = c.line_step, a.norm_step = c.norm_step, a.line = c.line;
                 a.given = first && !down ? c.residual : nullptr, a.residual = reinterpret_cast<float*>(m + RESIDUAL_AT);
                 a.scaled = m + (down ? X_AT : MIDDLE_AT), a.squares_out = down ? (last ? c.squares_out : squares) : middle_squares;
@@ -166,10 +209,10 @@ void run(Q& queue, const Call& c, const float* reals) {
 
 // Words in the order in which the caller lists them; each is one pointer or whole number.
 Call read(const int64_t* words) {
-    static_assert(sizeof(Call) == (29 + 4 * MAX_LAYERS) * 8);
+    static_assert(sizeof(Call) == (30 + 4 * MAX_LAYERS) * 8);
     Call c{};
     const int64_t depth = words[0];
-    std::memcpy(&c, words, size_t(29 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
+    std::memcpy(&c, words, size_t(30 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
     return c;
 }
 
@@ -185,6 +228,7 @@ extern "C" const char* stretto_chain_prepare(int device) {
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_gate_up), GateUpShape::BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_down), DownShape::BYTES);
     if (e != cudaSuccess) return cudaGetErrorString(e);
+    if (maker() == nullptr) return "the driver makes no maps of tensors";
 #endif
     return nullptr;
 }
@@ -194,7 +238,11 @@ extern "C" const char* stretto_chain_launch(int device, const int64_t* words, co
 #ifndef STRETTO_ON_HOST
     Queue queue{static_cast<cudaStream_t>(stream)};
     queue.error = cudaSetDevice(device);
-    run(queue, c, reals);
+    try {
+        run(queue, c, reals);
+    } catch (CUresult) {
+        return "the driver refuses a tensor's map";
+    }
     return queue.error == cudaSuccess ? nullptr : cudaGetErrorString(queue.error);
 #else
     Queue queue;

@@ -26,6 +26,7 @@ LAUNCHES = 5
 """Of a layer: queries, keys and values; attention; output; gate and up; down."""
 CHUNK = 64
 MAX_BATCH = 16
+AHEAD = 63
 
 
 class Sizes(NamedTuple):
@@ -176,14 +177,14 @@ class ExpertChain:
         launches: int | None = None,
         memory: Memory | None = None,
         stamps: Tensor | None = None,
-        ahead: bool = True,
+        ahead: int = AHEAD,
     ) -> Stream:
         """Return the stream behind the last layer, scaled rows in fp32.
 
         Args:
             lines: the modulations of the first two norms; those of the others follow at the same distance.
             launches: stop after this many of the five of each layer; what they left is in `memory`.
-            ahead: whether launches ask for the weights of later ones.
+            ahead: which launches ask for what later ones read: bits by launch, and 32 for the next layer's keys and values.
 
         Raises:
             RuntimeError: if a launch is refused.
@@ -201,13 +202,13 @@ class ExpertChain:
         words = [
             len(weights), len(weights) * LAUNCHES if launches is None else launches, batch, tokens,
             mask.shape[1], mask.stride(0), stream.squares_MP.shape[1],
-            keys.k_SNPKd.data_ptr(), keys.v_SNPKd.data_ptr(), *keys.k_SNPKd.stride()[:3],
+            keys.k_SNPKd.data_ptr(), keys.v_SNPKd.data_ptr(), keys.k_SNPKd.shape[0], *keys.k_SNPKd.stride()[:3],
             keys.slots_B.data_ptr(), mask.data_ptr(), keys.length_B.data_ptr(), keys.suffix_start_B.data_ptr(),
             line.table.data_ptr(), line.stride, norm_step,
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
             *(x.data_ptr() for x in out), memory.rows.data_ptr(),
-            0 if stamps is None else stamps.data_ptr(), int(ahead),
+            0 if stamps is None else stamps.data_ptr(), ahead,
             *(w.data_ptr() for layer in weights for w in layer),
         ]  # fmt: skip
         reals = (ctypes.c_float * 2)(math.log2(theta), eps)

@@ -13,16 +13,14 @@ static_assert(QUERIES == 64 && MAX_PREFIX == 968);
 constexpr int KEY_CHUNK = KEYS * 128, QUERY_CHUNK = QUERIES * 128, HEAD_CHUNKS = HEAD / 64;
 constexpr int V_AT = HEAD_CHUNKS * KEY_CHUNK, Q_AT = V_AT + HEAD_CHUNKS / 2 * KEY_CHUNK, BIAS_AT = Q_AT + HEAD_CHUNKS * QUERY_CHUNK;
 constexpr int TOPS_AT = BIAS_AT + KEYS * 4, ATTENTION_BARRIERS_AT = TOPS_AT + KEY_CUTS * HEADS * 8;
-constexpr int ATTENTION_BYTES = ATTENTION_BARRIERS_AT + (HEAD_CHUNKS + 1) * 8;
+constexpr int ATTENTION_BYTES = ATTENTION_BARRIERS_AT + (2 * HEAD_CHUNKS + 2) * 8;
 // What ranks send each other takes the place of keys.
 constexpr int SENT_BYTES = HEADS * HALF * 4;
 static_assert(KEY_CUTS * SENT_BYTES <= V_AT && ATTENTION_BYTES <= 227 * 1024);
 
 ON_DEVICE void attend(const Attention& a, char* shared) {
     const Who who;
-#ifndef STRETTO_LATE
     device::let_next_start();
-#endif
     stamp(a.all, 0);
     const int cluster = device::block_id() / KEY_CUTS, half = cluster % 2, rank = device::rank_in_cluster();
     const int tokens = a.all.tokens, blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
@@ -31,47 +29,66 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     const int span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
     char *keys = shared, *values = shared + V_AT, *queries = shared + Q_AT;
     float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
-    device::Barrier* barriers = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
-    device::Barrier* sent = barriers + HEAD_CHUNKS;
-    if (who.thread <= HEAD_CHUNKS) device::barrier_init(barriers + who.thread, 1);
-    if (who.thread == HEAD_CHUNKS) device::barrier_arrive_expecting(sent, KEY_CUTS * (SENT_BYTES + HEADS * 8));
-    const int bound = min(max(a.length[row_of_batch], 0), a.prefix);
-    const int64_t slot = a.slot[row_of_batch] * a.slot_step;
-    const auto place = [](int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; };
-    // Zeros where there is no key: what is masked must be a number.
-#pragma unroll 2
-    for (int i = who.thread; i < KEYS * 32; i += GROUP) {
-        const int row = i / 32, piece = i % 32, key = rank * span + row;
-        const bool there = row < span && key < bound;
-        if (row < span || row >= span + own) device::fetch16(keys + place(row, piece), a.k + slot + (there ? key : 0) * a.token_step + piece * 8, there);
+    device::Barrier* queries_there = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
+    device::Barrier *keys_there = queries_there + HEAD_CHUNKS, *values_there = keys_there + HEAD_CHUNKS, *sent = values_there + 1;
+    const int bound = min(max(a.length[row_of_batch], 0), a.prefix), there = min(max(bound - rank * span, 0), span);
+    const int slot = int(a.slot[row_of_batch]);
+    if (who.thread == 0) {
+#pragma unroll 1
+        for (int i = 0; i < 2 * HEAD_CHUNKS + 2; ++i) device::barrier_init(queries_there + i, 1);
+        device::barriers_ready();
+        device::barrier_arrive_expecting(sent, KEY_CUTS * (SENT_BYTES + HEADS * 8));
+#pragma unroll 1
+        for (int c = 0; c < HEAD_CHUNKS; ++c) {
+            device::barrier_arrive_expecting(keys_there + c, uint32_t(span * 128));
+            device::copy_tile(keys + c * KEY_CHUNK, a.k, {c * 64, rank * span, slot, 0, 0}, keys_there + c);
+        }
+        device::barrier_arrive_expecting(values_there, uint32_t(span * 256));
+#pragma unroll 1
+        for (int c = 0; c < 2; ++c) device::copy_tile(values + c * KEY_CHUNK, a.v, {half * HALF + c * 64, rank * span, slot, 0, 0}, values_there);
     }
-#pragma unroll 2
-    for (int i = who.thread; i < KEYS * 16; i += GROUP) {
-        const int row = i / 16, piece = i % 16, key = rank * span + row;
-        const bool there = row < span && key < bound;
-        if (row < span || row >= span + own)
-            device::fetch16(values + place(row, piece), a.v + slot + (there ? key : 0) * a.token_step + half * HALF + piece * 8, there);
-    }
-    device::end_fetches();
     {
         const int row = who.thread, key = rank * span + row;
         const bool valid = row < span ? key < bound && a.mask[row_of_batch * a.mask_step + key] : row < span + own && rank * own + row - span < tokens;
         bias[row] = valid ? 0.0f : -2.0e30f;
     }
-    ask_ahead(a.all.ahead, GROUP);
-    device::barriers_ready();
+    if (block == 0 && a.k_next != nullptr && a.token_step == HEAD && who.thread < 32) {
+        // A lane asks for its part of this cut in the next layer.
+        const int each = (span + 31) / 32, key = rank * span + who.thread * each, count = min(each, a.prefix - key);
+        const bf16* from = (half == 0 ? a.k_next : a.v_next) + slot * a.slot_step + int64_t(key) * HEAD;
+        if (who.thread * each < span && count > 0) device::ask_for(from, uint32_t(count * HEAD * 2));
+    }
+#ifndef STRETTO_AHEAD_LATE
+    ask_ahead(a.all.ahead);
+#endif
     device::sync_all();
+    // Zeros where there is no key: what is masked must be a number.
+    const auto place = [](int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; };
+    const auto clear = [&](int first, int end) {
+#pragma unroll 1
+        for (int i = first * 48 + who.thread; i < end * 48; i += GROUP) {
+            const int row = i / 48, piece = i % 48;
+            *reinterpret_cast<float4*>(piece < 32 ? keys + place(row, piece) : values + place(row, piece - 32)) = {0.0f, 0.0f, 0.0f, 0.0f};
+        }
+    };
+    if (there < span) {
+#pragma unroll 1
+        for (int i = 0; i <= HEAD_CHUNKS; ++i) device::barrier_wait(keys_there + i, 0);
+        clear(there, span);
+    }
+    clear(span + own, KEYS);
     stamp(a.all, 1);
     device::await_previous();
     stamp(a.all, 2);
-#ifdef STRETTO_LATE
-    device::let_next_start();
+#ifdef STRETTO_AHEAD_LATE
+    ask_ahead(a.all.ahead);
 #endif
     if (who.thread == 0)
 #pragma unroll 1
         for (int c = 0; c < HEAD_CHUNKS; ++c) {
-            device::barrier_arrive_expecting(barriers + c, QUERY_CHUNK);
-            device::copy_row(queries + c * QUERY_CHUNK, a.q + at_row + (block * HEAD_CHUNKS + c) * QUERY_CHUNK, QUERY_CHUNK, barriers + c);
+            const char* from = a.q + at_row + (block * HEAD_CHUNKS + c) * QUERY_CHUNK;
+            device::barrier_arrive_expecting(queries_there + c, QUERY_CHUNK);
+            device::copy_row(queries + c * QUERY_CHUNK, from, QUERY_CHUNK, queries_there + c);
         }
     for (int i = who.thread; i < own * 48; i += GROUP) {
         const int row = i / 48, piece = i % 48, key = rank * own + row;
@@ -88,12 +105,14 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     float s[64];
 #pragma unroll 1
     for (int c = 0; c < HEAD_CHUNKS; ++c) {
-        device::barrier_wait(barriers + c, 0);
+        device::barrier_wait(keys_there + c, 0);
+        device::barrier_wait(queries_there + c, 0);
         device::products_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) device::multiply_128(s, queries + c * QUERY_CHUNK + k * 32, keys + c * KEY_CHUNK + k * 32, c + k > 0);
     }
     device::products_end();
+    device::await_products<0>();
     device::cluster_arrive();  // this CTA's keys have been read
     stamp(a.all, 4);
 
@@ -130,12 +149,14 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[j][i] = device::pack(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
+    device::barrier_wait(values_there, 0);
     device::products_begin();
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) device::multiply_rows(out[h], p[j], values + h * KEY_CHUNK + j * 2048, j > 0);
     device::products_end();
+    device::await_products<0>();
     stamp(a.all, 5);
 
     // Rank r gets token r of the block: its heads are the upper or lower eight rows of a warp.

@@ -23,7 +23,7 @@ ON_DEVICE bf16* in_chunks(char* base, int row, int column) {
     return reinterpret_cast<bf16*>(base + column / 64 * CHUNK_BYTES + in_chunk(row, column % 64));
 }
 
-// What is to come soon is asked for by a launch before: so many bytes, `each` of them by one thread.
+// What is to come soon is asked for by a launch before: so many bytes, `each` of them by one lane of a CTA.
 struct Ahead {
     const char* from;
     int bytes, each;
@@ -41,8 +41,9 @@ struct Common {
 };
 
 struct Qkv {
+    device::Map weight;  // by columns, rows of eight, halves of a head, eights, heads
     Common all;
-    const bf16 *weight, *given;  // given: rows as they are, for the first layer
+    const bf16* given;  // rows as they are, for the first layer
     const char* x;
     char* q;
     bf16* kv[2];
@@ -51,9 +52,10 @@ struct Qkv {
 };
 
 struct Attention {
+    device::Map k, v;  // by columns, keys, slots
     Common all;
     const char* q;
-    const bf16 *k_fresh, *v_fresh, *k, *v;
+    const bf16 *k_fresh, *v_fresh, *k_next, *v_next;  // next: the next layer's, of which null asks nothing
     int64_t slot_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
@@ -65,22 +67,22 @@ struct Attention {
 
 // A product that is gated and added to the stream; its norm is what comes next.
 struct Add {
+    device::Map weight;  // by columns, rows
     Common all;
-    const bf16* weight;
     const char* x;
     const float* table;  // of the gate's norm: scale, shift, gate
     int64_t line_step, norm_step;
     const int64_t* line;  // null: that of the row's number
-    const float* given;  // the residual by rows, for the first layer
-    float* residual;     // by tile, token tile, thread
+    const float* given;   // the residual by rows, for the first layer
+    float* residual;      // by tile, token tile, thread
     char* scaled;
     float* squares_out;
     float *residual_last, *scaled_last;  // by rows, for the last layer
 };
 
 struct GateUp {
+    device::Map weight;  // by columns, rows of eight, gate and up, eights
     Common all;
-    const bf16* weight;
     const char* x;
     char* hidden;
 };
@@ -102,8 +104,10 @@ ON_DEVICE T* moved(T* first, int64_t bytes) {
     return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(first) + bytes);
 }
 
-ON_DEVICE void ask_ahead(const Ahead& a, int threads) {
-    const int at = (device::block_id() * threads + device::thread_id()) * a.each;
+ON_DEVICE void ask_ahead(const Ahead& a) {
+    const int lane = device::thread_id() - 32;
+    if (lane < 0 || lane >= 32) return;
+    const int at = (device::block_id() * 32 + lane) * a.each;
     if (at < a.bytes) device::ask_for(a.from + at, uint32_t(min(a.each, a.bytes - at)));
 }
 

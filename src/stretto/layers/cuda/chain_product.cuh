@@ -5,27 +5,30 @@
 
 namespace chain {
 
-// CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of 64 input columns, a CTA's cut.
-// SLOTS: token tiles of 16 bytes a thread that a CTA gets from each of its cluster.
-template <int CUTS_, int BLOCKS_, int CHUNKS_, int SLOTS_>
+// CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of 64 input columns, a CTA's cut; PLACES of
+// them are in shared memory at once. SHIFTED: each CTA also gets the token tile that has the shift's row.
+template <int CUTS_, int BLOCKS_, int CHUNKS_, int PLACES_, bool SHIFTED_>
 struct Shape {
-    static constexpr int CUTS = CUTS_, BLOCKS = BLOCKS_, CHUNKS = CHUNKS_, SLOTS = SLOTS_, THREADS = BLOCKS * GROUP;
-    static constexpr int INPUT = CUTS * CHUNKS * 64, WEIGHT_ROWS = BLOCKS * 64, WEIGHT_CHUNK = WEIGHT_ROWS * 128;
-    static constexpr int X_AT = CHUNKS * WEIGHT_CHUNK, SUMS_AT = X_AT + CHUNKS * CHUNK_BYTES;
-    static constexpr int SUMS_BYTES = CUTS * SLOTS * GROUP * 16, FACTORS_AT = SUMS_AT + SUMS_BYTES;
-    static constexpr int BARRIERS_AT = FACTORS_AT + 64 * 4, BYTES = BARRIERS_AT + (CHUNKS + 1) * 8;
-    static_assert(CHUNKS % 2 == 0 && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
+    static constexpr int CUTS = CUTS_, BLOCKS = BLOCKS_, CHUNKS = CHUNKS_, PLACES = PLACES_, THREADS = BLOCKS * GROUP;
+    static constexpr bool SHIFTED = SHIFTED_;
+    // A rank ends with EACH token tiles, 16 bytes a thread.
+    static constexpr int EACH = (TOKEN_TILES + CUTS - 1) / CUTS, SLOTS = EACH + SHIFTED, SLOT_BYTES = GROUP * 16;
+    static constexpr int INPUT = CUTS * CHUNKS * 64, WEIGHT_CHUNK = BLOCKS * 64 * 128;
+    static constexpr int X_AT = CHUNKS * WEIGHT_CHUNK, SUMS_AT = X_AT + PLACES * CHUNK_BYTES;
+    static constexpr int FACTORS_AT = SUMS_AT + (CUTS - 1) * BLOCKS * SLOTS * SLOT_BYTES, BARRIERS_AT = FACTORS_AT + 64 * 4;
+    static constexpr int BYTES = BARRIERS_AT + (CHUNKS + PLACES + 1) * 8;
+    static_assert(CHUNKS % PLACES == 0 && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
 };
 #ifndef STRETTO_QKV_CUTS
 #define STRETTO_QKV_CUTS 4
 #endif
-// Token tiles that a rank of the first launch ends with; one slot more has the tile with the shift's row.
-constexpr int QKV_CUTS = STRETTO_QKV_CUTS, QKV_TILES = (TOKEN_TILES + QKV_CUTS - 1) / QKV_CUTS;
-using QkvShape = Shape<QKV_CUTS, 1, WIDTH / 64 / QKV_CUTS, QKV_TILES + 1>;
-using OutShape = Shape<8, 1, 4, 1>;
-using GateUpShape = Shape<2, 2, 8, TOKEN_TILES>;
-using DownShape = Shape<8, 1, 8, 1>;
+using QkvShape = Shape<STRETTO_QKV_CUTS, 1, 16 / STRETTO_QKV_CUTS, 16 / STRETTO_QKV_CUTS, true>;
+using OutShape = Shape<8, 1, 4, 4, false>;
+using GateUpShape = Shape<2, 2, 8, 8, true>;
+// With all its input in shared memory there would be room for one CTA, and not for all clusters of eight at once.
+using DownShape = Shape<8, 1, 8, 4, false>;
 static_assert(QkvShape::INPUT == WIDTH && OutShape::INPUT == INNER && GateUpShape::INPUT == WIDTH && DownShape::INPUT == MLP);
+static_assert(2 * (DownShape::BYTES + 1024) <= 228 * 1024);
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
 struct Who {
@@ -42,61 +45,78 @@ struct Room {
     char* base;
 
     ON_DEVICE char* weights(int chunk) const { return base + chunk * S::WEIGHT_CHUNK; }
-    ON_DEVICE char* x(int chunk) const { return base + S::X_AT + chunk * CHUNK_BYTES; }
-    // What the CTA of rank `from` sent for token tile slot `slot`, by thread.
-    ON_DEVICE float4* sums(int from, int slot) const {
-        return reinterpret_cast<float4*>(base + S::SUMS_AT + (from * S::SLOTS + slot) * GROUP * 16);
+    ON_DEVICE char* x(int place) const { return base + S::X_AT + place * CHUNK_BYTES; }
+    // What the `from`th of the other CTAs sent for token tile slot `slot`, by thread.
+    ON_DEVICE float4* sums(int from, int group, int slot) const {
+        return reinterpret_cast<float4*>(base + S::SUMS_AT + ((from * S::BLOCKS + group) * S::SLOTS + slot) * S::SLOT_BYTES);
     }
     ON_DEVICE float* factors() const { return reinterpret_cast<float*>(base + S::FACTORS_AT); }
-    ON_DEVICE device::Barrier* barrier(int chunk) const { return reinterpret_cast<device::Barrier*>(base + S::BARRIERS_AT) + chunk; }
-    ON_DEVICE device::Barrier* sent() const { return barrier(S::CHUNKS); }
+    ON_DEVICE device::Barrier* barrier(int i) const { return reinterpret_cast<device::Barrier*>(base + S::BARRIERS_AT) + i; }
+    ON_DEVICE device::Barrier* weights_there(int chunk) const { return barrier(chunk); }
+    ON_DEVICE device::Barrier* x_there(int place) const { return barrier(S::CHUNKS + place); }
+    ON_DEVICE device::Barrier* sent() const { return barrier(S::CHUNKS + S::PLACES); }
 };
 
-// Ask for this CTA's weights; in the end the cluster will send it `slots` token tiles. `row_of` says which weight row is in which row of the CTA's.
-template <class S, class RowOf>
-ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, const bf16* weight, int slots, RowOf row_of) {
-#ifndef STRETTO_LATE
-    device::let_next_start();
-#endif
-    stamp(all, 0);
-    const int rank = device::rank_in_cluster();
-    if (who.thread <= S::CHUNKS) device::barrier_init(room.barrier(who.thread), 1);
-    if (who.thread == S::CHUNKS) device::barrier_arrive_expecting(room.sent(), uint32_t(S::CUTS * slots * GROUP * 16));
-    device::barriers_ready();
-    device::sync_all();
-    device::cluster_arrive();
-    constexpr int HALF_CHUNKS = S::CHUNKS / 2, PIECES = S::WEIGHT_ROWS * HALF_CHUNKS * 8;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll 2
-        for (int i = who.thread; i < PIECES; i += S::THREADS) {
-            const int piece = i % 8, chunk = half * HALF_CHUNKS + i / 8 % HALF_CHUNKS, row = i / (8 * HALF_CHUNKS);
-            const bf16* from = weight + int64_t(row_of(row)) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
-            device::fetch16(room.weights(chunk) + row * 128 + (piece ^ row % 8) * 16, from, true);
-        }
-        device::end_fetches();
-    }
-    ask_ahead(all.ahead, S::THREADS);
+// How many bytes the others of its cluster send a CTA for each row of the batch.
+template <class S>
+ON_DEVICE int sent_bytes(int rank) {
+    const int tiles = min(S::EACH, max(TOKEN_TILES - rank * S::EACH, 0)) + S::SHIFTED;
+    return (S::CUTS - 1) * S::BLOCKS * tiles * S::SLOT_BYTES;
 }
 
-template <class S>
+// Ask for this CTA's weights: `tile` says where in their tensor a warp group's are, for the first columns of the cut.
+template <class S, class Tile>
+ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, const device::Map& weight, Tile tile) {
+    device::let_next_start();
+    stamp(all, 0);
+    const int rank = device::rank_in_cluster();
+    if (who.thread == 0) {
+#pragma unroll 1
+        for (int i = 0; i < S::CHUNKS + S::PLACES + 1; ++i) device::barrier_init(room.barrier(i), 1);
+        device::barriers_ready();
+        if (sent_bytes<S>(rank) > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(sent_bytes<S>(rank)));
+#pragma unroll 1
+        for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
+            device::barrier_arrive_expecting(room.weights_there(chunk), S::WEIGHT_CHUNK);
+#pragma unroll
+            for (int group = 0; group < S::BLOCKS; ++group) {
+                device::Place place = tile(group);
+                place.at[0] = (rank * S::CHUNKS + chunk) * 64;
+                device::copy_tile(room.weights(chunk) + group * 8192, weight, place, room.weights_there(chunk));
+            }
+        }
+    }
+#ifndef STRETTO_AHEAD_LATE
+    ask_ahead(all.ahead);
+#endif
+    device::sync_all();
+    device::cluster_arrive();
+}
+
 ON_DEVICE void await_others(const Common& all) {
     stamp(all, 1);
     device::await_previous();
     stamp(all, 2);
-#ifdef STRETTO_LATE
-    device::let_next_start();
+#ifdef STRETTO_AHEAD_LATE
+    ask_ahead(all.ahead);
 #endif
+}
+
+// Start to copy a chunk of a row's tokens, by one thread.
+template <class S>
+ON_DEVICE void ask_for_chunk(const Room<S>& room, const char* x, int chunk) {
+    const int place = chunk % S::PLACES;
+    device::barrier_arrive_expecting(room.x_there(place), CHUNK_BYTES);
+    device::copy_row(room.x(place), x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES, CHUNK_BYTES, room.x_there(place));
 }
 
 // Ask for this CTA's cut of a row's tokens; nobody reads the row's before any more.
 template <class S>
 ON_DEVICE void ask_for_row(const Who& who, const Common& all, const Room<S>& room, const char* x, const bf16* given, int number) {
     if (number >= all.rows) return;
-    x += number * all.step;
-    if (given != nullptr) given += number * (all.tokens + 1) * WIDTH;
-    const int rank = device::rank_in_cluster();
     if (given != nullptr) {
+        given += number * (all.tokens + 1) * WIDTH;
+        const int rank = device::rank_in_cluster();
 #pragma unroll 1
         for (int i = who.thread; i < ROWS * S::CHUNKS * 8; i += S::THREADS) {
             const int piece = i % 8, chunk = i / 8 % S::CHUNKS, row = i / (8 * S::CHUNKS);
@@ -107,34 +127,39 @@ ON_DEVICE void ask_for_row(const Who& who, const Common& all, const Room<S>& roo
         device::end_fetches();
     } else if (who.thread == 0) {
 #pragma unroll 1
-        for (int c = 0; c < S::CHUNKS; ++c) {
-            device::barrier_arrive_expecting(room.barrier(c), CHUNK_BYTES);
-            device::copy_row(room.x(c), x + int64_t(rank * S::CHUNKS + c) * CHUNK_BYTES, CHUNK_BYTES, room.barrier(c));
-        }
+        for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_chunk(room, x + number * all.step, chunk);
     }
 }
 
 // Code is dear: what a launch runs is new to its multiprocessor. So loops are loops, but where registers must have names.
 template <class S>
-ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, float (&c)[28], int row, bool given) {
-    const char *a = room.weights(0) + who.group * 8192, *b = room.x(0);
+ON_DEVICE void multiply(
+    const Who& who, const Common& all, const Room<S>& room, float (&c)[28], const char* x, int row, bool given) {
+    constexpr int TURNS = S::CHUNKS / S::PLACES;
+    const char* a = room.weights(0) + who.group * 8192;
+    if (given) {
+        device::await_fetches<0>();
+        device::before_products();
+        device::sync_all();
+    }
 #pragma unroll 1
-    for (int chunk = 0; chunk < S::CHUNKS; ++chunk, a += S::WEIGHT_CHUNK, b += CHUNK_BYTES) {
-        if (chunk % (S::CHUNKS / 2) == 0) {
-            if (chunk == 0 && row == 0 && !given)
-                device::await_fetches<1>();
-            else
-                device::await_fetches<0>();
-            device::before_products();
-            device::sync_all();
-        }
-        if (!given) device::barrier_wait(room.barrier(chunk), uint32_t(row & 1));
+    for (int chunk = 0; chunk < S::CHUNKS; ++chunk, a += S::WEIGHT_CHUNK) {
+        const int place = chunk % S::PLACES;
+        if (row == 0) device::barrier_wait(room.weights_there(chunk), 0);
+        if (!given) device::barrier_wait(room.x_there(place), uint32_t((row * TURNS + chunk / S::PLACES) & 1));
         if (chunk == 0) stamp(all, 3);
+        const char* b = room.x(place);
         device::products_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) device::multiply_56(c, a + k * 32, b + k * 32, chunk + k > 0);
+        device::products_end();
+        if (TURNS > 1 && chunk >= 1 && chunk - 1 + S::PLACES < S::CHUNKS) {
+            device::await_products<1>();
+            device::sync_all();
+            if (who.thread == 0) ask_for_chunk(room, x + row * all.step, chunk - 1 + S::PLACES);
+        }
     }
-    device::products_end();
+    device::await_products<0>();
     stamp(all, 4);
     // The next row's tokens take the place of this one's, and its factors.
     device::sync_all();
@@ -142,27 +167,53 @@ ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, 
 
 ON_DEVICE float4 sum_of(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// Sum over the ranks, in their order, of what a thread was sent for a slot.
-template <class S>
-ON_DEVICE float4 summed(const Who& who, const Room<S>& room, int slot) {
-    float4 sum = room.sums(0, slot)[who.index];
-#pragma unroll
-    for (int from = 1; from < S::CUTS; ++from) sum = sum_of(sum, room.sums(from, slot)[who.index]);
-    return sum;
-}
-
 template <class S>
 ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const float4& tile) {
-    const device::Remote there = device::at_rank(room.sums(device::rank_in_cluster(), slot) + who.index, to);
+    const int rank = device::rank_in_cluster();
+    const device::Remote there = device::at_rank(room.sums(rank - (rank > to), who.group, slot) + who.index, to);
     device::send4(there, device::at_rank(room.sent(), to), tile.x, tile.y, tile.z, tile.w);
 }
-ON_DEVICE float4 tile_of(const float (&c)[28], int n) { return {c[4 * n], c[4 * n + 1], c[4 * n + 2], c[4 * n + 3]}; }
+
+// The token tiles that a thread ends with: its own sums, and behind `add_up` the whole cluster's.
+template <class S>
+struct Tiles {
+    float4 sum[S::SLOTS];
+
+    // Send the others theirs.
+    ON_DEVICE Tiles(const Who& who, const Room<S>& room, const float (&c)[28], int tokens) {
+        const int rank = device::rank_in_cluster();
+        float4 shifted = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            const float4 tile = {c[4 * n], c[4 * n + 1], c[4 * n + 2], c[4 * n + 3]};
+            if (n / S::EACH == rank)
+                sum[n % S::EACH] = tile;
+            else
+                send(who, room, n / S::EACH, n % S::EACH, tile);
+            if (n == tokens / 8) shifted = tile;
+        }
+        if (S::SHIFTED) {
+            sum[S::SLOTS - 1] = shifted;
+#pragma unroll 1
+            for (int to = 0; to < S::CUTS; ++to)
+                if (to != rank) send(who, room, to, S::EACH, shifted);
+        }
+    }
+    // In the order of ranks, behind its own.
+    ON_DEVICE void add_up(const Who& who, const Room<S>& room) {
+#pragma unroll
+        for (int from = 0; from < S::CUTS - 1; ++from)
+#pragma unroll
+            for (int slot = 0; slot < S::SLOTS; ++slot) sum[slot] = sum_of(sum[slot], room.sums(from, who.group, slot)[who.index]);
+    }
+};
 
 // What the cluster sent has been read; what it sends for the next row is counted anew.
 template <class S>
-ON_DEVICE void row_ends(const Who& who, const Common& all, const Room<S>& room, int row, int slots) {
+ON_DEVICE void row_ends(const Who& who, const Common& all, const Room<S>& room, int row) {
     if (row + 1 == all.rows) return;
-    if (who.thread == 0 && slots > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(S::CUTS * slots * GROUP * 16));
+    const int bytes = sent_bytes<S>(device::rank_in_cluster());
+    if (who.thread == 0 && bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
     device::cluster_arrive();
 }
 
@@ -216,45 +267,35 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, head = tile / 4, rank = device::rank_in_cluster(), tokens = a.all.tokens;
-    const int slots = min(QKV_TILES, max(TOKEN_TILES - rank * QKV_TILES, 0)) + 1;
-    begin(who, a.all, room, a.weight, slots, [=](int row) { return head * HEAD + tile % 4 * 32 + row / 16 * 8 + row % 8 + row / 8 % 2 * HALF; });
+    begin(who, a.all, room, a.weight, [=](int) { return device::Place{0, 0, 0, tile % 4 * 4, head}; });
     const int pair = tile % 4 * 32 + who.w * 8 + who.g;
     const float turns = head <= HEADS ? device::power_of_two(-a.log2_theta / HALF * float(pair)) : 0.0f;
-    await_others<S>(a.all);
+    await_others(a.all);
     ask_for_row(who, a.all, room, a.x, a.given, 0);
 #pragma unroll 1
     for (int row = 0; row < a.all.rows; ++row) {
         const int64_t at_row = row * a.all.step;
         const float squares = squares_of(who, a.all, row), start = float(a.start[row]);
-        float2 turn[QKV_TILES][2];
+        float2 turn[S::EACH][2];
 #pragma unroll
-        for (int i = 0; i < QKV_TILES; ++i)
+        for (int i = 0; i < S::EACH; ++i)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * QKV_TILES + i) * 8 + who.t * 2 + j)) * turns);
+            for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * S::EACH + i) * 8 + who.t * 2 + j)) * turns);
         float c[28];
-        multiply(who, a.all, room, c, row, a.given != nullptr);
+        multiply(who, a.all, room, c, a.x, row, a.given != nullptr);
         ask_for_row(who, a.all, room, a.x, a.given, row + 1);
         keep_factor(who, a.all, room.factors(), squares);
         device::cluster_wait();
-        float4 with_shift = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n) {
-            const float4 sum = tile_of(c, n);
-            send(who, room, n / QKV_TILES, n % QKV_TILES, sum);
-            if (n == tokens / 8) with_shift = sum;
-        }
-#pragma unroll 1
-        for (int to = 0; to < S::CUTS; ++to) send(who, room, to, QKV_TILES, with_shift);
+        Tiles<S> tiles(who, room, c, tokens);
         device::sync_all();
         device::barrier_wait(room.sent(), uint32_t(row & 1));
         stamp(a.all, 5);
-        const float2 shift = shift_of(who, tokens, summed(who, room, QKV_TILES));
+        tiles.add_up(who, room);
+        const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
 #pragma unroll
-        for (int i = 0; i < QKV_TILES; ++i) {
-            const int n = rank * QKV_TILES + i;
-            if (n >= TOKEN_TILES) break;
-            const float4 sum = summed(who, room, i);
-            const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+        for (int i = 0; i < S::EACH; ++i) {
+            const float low[2] = {tiles.sum[i].x, tiles.sum[i].y}, high[2] = {tiles.sum[i].z, tiles.sum[i].w};
+            const int n = rank * S::EACH + i;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int token = n * 8 + who.t * 2 + j;
@@ -274,7 +315,7 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
                 }
             }
         }
-        row_ends(who, a.all, room, row, slots);
+        row_ends(who, a.all, room, row);
     }
     stamp(a.all, 7);
 }
@@ -285,46 +326,43 @@ ON_DEVICE float gelu(float x) {
     return device::quotient(x, 1.0f + device::exponential(fminf(-2.0f * u, 80.0f)));
 }
 
-// A warp group has 32 columns: in a warp's rows, their gates and then their ups. Each CTA ends with one warp group's.
+// A warp group has 32 columns: in a warp's rows, their gates and then their ups.
 ON_DEVICE void gate_up(const GateUp& a, char* shared) {
     using S = GateUpShape;
-    static_assert(S::CUTS == S::BLOCKS);
     const Who who;
     const Room<S> room{shared};
     const int first = device::block_id() / S::CUTS * S::BLOCKS * 32, rank = device::rank_in_cluster(), tokens = a.all.tokens;
-    begin(who, a.all, room, a.weight, TOKEN_TILES, [=](int row) { return first + row / 16 * 8 + row % 8 + row / 8 % 2 * MLP; });
+    begin(who, a.all, room, a.weight, [=](int group) { return device::Place{0, 0, 0, first / 8 + group * 4, 0}; });
     const int column = first + who.group * 32 + who.w * 8 + who.g;
-    await_others<S>(a.all);
+    await_others(a.all);
     ask_for_row(who, a.all, room, a.x, nullptr, 0);
 #pragma unroll 1
     for (int row = 0; row < a.all.rows; ++row) {
-        const int64_t at_row = row * a.all.step;
         const float squares = squares_of(who, a.all, row);
         float c[28];
-        multiply(who, a.all, room, c, row, false);
+        multiply(who, a.all, room, c, a.x, row, false);
         ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
         keep_factor(who, a.all, room.factors(), squares);
         device::cluster_wait();
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n) send(who, room, who.group, n, tile_of(c, n));
+        Tiles<S> tiles(who, room, c, tokens);
         device::sync_all();
         device::barrier_wait(room.sent(), uint32_t(row & 1));
         stamp(a.all, 5);
-        float2 shift = {0.0f, 0.0f};
-#pragma unroll 1
-        for (int n = who.group == rank ? tokens / 8 : -1; n >= 0; --n) {
-            const float4 sum = summed(who, room, n);
-            if (n == tokens / 8) shift = shift_of(who, tokens, sum);
-            const float gate[2] = {sum.x, sum.y}, up[2] = {sum.z, sum.w};
+        tiles.add_up(who, room);
+        const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
+#pragma unroll
+        for (int i = 0; i < S::EACH; ++i) {
+            const float gate[2] = {tiles.sum[i].x, tiles.sum[i].y}, up[2] = {tiles.sum[i].z, tiles.sum[i].w};
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int token = n * 8 + who.t * 2 + j;
+                const int token = (rank * S::EACH + i) * 8 + who.t * 2 + j;
                 if (token >= tokens) continue;
                 const float factor = room.factors()[token];
-                *in_chunks(a.hidden + at_row, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
+                *in_chunks(a.hidden + row * a.all.step, token, column) =
+                    rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
             }
         }
-        row_ends(who, a.all, room, row, TOKEN_TILES);
+        row_ends(who, a.all, room, row);
     }
     stamp(a.all, 7);
 }
@@ -360,10 +398,10 @@ ON_DEVICE void add(const Add& a, char* shared) {
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, n = device::rank_in_cluster(), tokens = a.all.tokens;
     const bool owns = n < TOKEN_TILES, last = a.scaled_last != nullptr;
-    begin(who, a.all, room, a.weight, owns, [=](int row) { return tile * TILE + row; });
+    begin(who, a.all, room, a.weight, [=](int) { return device::Place{0, tile * TILE, 0, 0, 0}; });
     const int column = tile * TILE + who.w * 16 + who.g, token = n * 8 + who.t * 2;
     Lines lines(a, 0, column);
-    await_others<S>(a.all);
+    await_others(a.all);
     ask_for_row(who, a.all, room, a.x, nullptr, 0);
 #pragma unroll 1
     for (int row = 0; row < a.all.rows; ++row) {
@@ -373,15 +411,15 @@ ON_DEVICE void add(const Add& a, char* shared) {
         float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
         if (owns) before = residual_of(a, row, token, column, kept);
         float c[28];
-        multiply(who, a.all, room, c, row, false);
+        multiply(who, a.all, room, c, a.x, row, false);
         ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
         device::cluster_wait();
-#pragma unroll
-        for (int to = 0; to < TOKEN_TILES; ++to) send(who, room, to, 0, tile_of(c, to));
+        Tiles<S> tiles(who, room, c, tokens);
         if (owns) {
             device::barrier_wait(room.sent(), uint32_t(row & 1));
             stamp(a.all, 5);
-            const float4 sum = summed(who, room, 0);
+            tiles.add_up(who, room);
+            const float4 sum = tiles.sum[0];
             const float4 now = {before.x + lines.gate[0] * sum.x, before.y + lines.gate[0] * sum.y,
                                 before.z + lines.gate[1] * sum.z, before.w + lines.gate[1] * sum.w};
             const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
@@ -417,7 +455,7 @@ ON_DEVICE void add(const Add& a, char* shared) {
                 out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
             }
         }
-        row_ends(who, a.all, room, row, owns);
+        row_ends(who, a.all, room, row);
     }
     stamp(a.all, 7);
 }

@@ -70,6 +70,21 @@ ON_DEVICE void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) 
                  ::"r"(shared_at(to)), "l"(from), "r"(bytes), "r"(shared_at(b)) : "memory");
 }
 
+// What a tensor of up to five axes is like, for copies of its tiles; made by the driver.
+struct alignas(64) Map {
+    uint64_t words[16];
+};
+struct Place {
+    int at[5];
+};
+
+// Start copying a tile to shared memory, in rows of 128 bytes as products have them; zeros where the tensor ends.
+ON_DEVICE void copy_tile(void* to, const Map& map, const Place& place, Barrier* b) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5,%6}], [%7];"
+                 ::"r"(shared_at(to)), "l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(place.at[4]),
+                 "r"(shared_at(b)) : "memory");
+}
+
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -116,10 +131,10 @@ ON_DEVICE uint64_t tile_at(const void* p) { return uint64_t(shared_at(p) >> 4) |
 // Between what threads wrote to shared memory and a product that reads it.
 ON_DEVICE void before_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 ON_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-ON_DEVICE void products_end() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+ON_DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Wait until all but the last LATER runs of products are done.
+template <int LATER>
+ON_DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory"); }
 // c (+)= A B^T for rows of 16 columns: 64 rows of A, 56 of B. Lane (g, t) of warp w has c[4 n + i] of row 16 w + g + i / 2 * 8
 // and of row 8 n + 2 t + i % 2 of B.
 ON_DEVICE void multiply_56(float (&c)[28], const void* a, const void* b, bool add) {

@@ -46,19 +46,17 @@ class _Sizes(TypedDict):
 
 
 def expert_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape, counters: Tensor
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
 ) -> Stream:
     """Return the stream behind the last layer; its scaled rows are in fp32, for what comes after the last norm.
 
-    Args:
-        norms: the 2 L + 1 norms in the order in which layers meet them; tables lie evenly in memory.
-        counters: as `gated_linear` takes them.
+    `norms` are the 2 L + 1 in the order in which layers meet them; their tables lie evenly in memory.
     """
     chain, _ = chain_of(stream, weights, norms, keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
     asked.add("separate" if chain is None else "chain")
     if chain is None:
-        return separate_layers(stream, weights, norms, keys, shape, counters)
+        return separate_layers(stream, weights, norms, keys, shape)
     return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
 
 
@@ -87,10 +85,12 @@ def key_of(stream: Stream, weights: Sequence[Weights], keys: PrefixKV, shape: Sh
 
 
 def separate_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape, counters: Tensor
+    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
 ) -> Stream:
     """Run layers as separate kernels: norms are folded into the products behind them, sums into those before."""
     dtype, (heads, kv_heads, head_dim, theta, eps, lead) = stream.scaled_BRD.dtype, shape
+    batch, tokens, width = stream.residual_BTD.shape
+    counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=stream.residual_BTD.device)
     for i, w in enumerate(weights):
         first, second, third = norms[2 * i : 2 * i + 3]
         sizes: _Sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -122,12 +122,11 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ..
     slots, mask = torch.randperm(batch, device=device), torch.rand(batch, prefix, device=device) < 0.9
     keys = PrefixKV(kept[0], kept[1], slots, mask, number(prefix), number(prefix))
     stream = open_stream.reference(torch.randn(batch, tokens, width, device=device), norms[0], dtype)
-    counters = torch.zeros(counters_needed(batch * tokens, width), dtype=torch.int32, device=device)
-    return stream, weights, norms, keys, Shape(heads, kv_heads, head_dim, 1e4, 1e-6), counters
+    return stream, weights, norms, keys, Shape(heads, kv_heads, head_dim, 1e4, 1e-6)
 
 
 def _run(choice: Config | None, *given: Any) -> Stream:
-    stream, weights, norms, keys, shape, _ = given
+    stream, weights, norms, keys, shape = given
     if choice is None:
         return expert_layers(*given)
     if choice["impl"] == "separate":
