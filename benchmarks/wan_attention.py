@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
-from stretto.layers.kernels import level_norm
+from stretto.layers.kernels import level_norm, ring_hopper
 from stretto.layers.kernels.language import block_of
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
 from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables, tuned
@@ -42,16 +42,16 @@ CASES = [(1, 1), (3, 1), (1, 4), (1, 2), (3, 4), (3, 2)]
 """Latent frames of a chunk, rows of a batch."""
 
 
-QUICK = ((4, 1, 21), (1, 3, 21), (1, 1, 9), (2, 1, 21), (4, 3, 21), (1, 1, 21))
+QUICK = ((1, 1, 21), (4, 1, 21), (1, 3, 21), (1, 1, 9), (2, 1, 21), (4, 3, 21))
 """Rows, frames of a chunk, frames of the window."""
 
 
-def quick_shapes(small: bool) -> Iterator[tuple[str, chosen.Shape]]:
+def quick_shapes(small: bool, first: int) -> Iterator[tuple[str, chosen.Shape]]:
     """Yield the shapes of rings that are timed with `--quick`."""
     if small:
         yield from shapes(small)
         return
-    for (rows, frames, window), name in itertools.product(QUICK, ORDER):
+    for (rows, frames, window), name in list(itertools.product(QUICK, ORDER))[:first]:
         if rows * frames > 4 and name != "wan2.1-1.3b":
             continue
         config = SPECS[name]
@@ -154,6 +154,11 @@ def quick_rows(
             time.sleep(pause_s)
         run = functools.partial(chosen.chunk_attention, *tensors, places, choice)
         yield measure(name, run, case, tensors), choice._asdict()
+    if ring_hopper.takes(*tensors):
+        cut = RingTiling(splits[0], 128, 128, 4, 2)
+        run = functools.partial(ring_hopper.ring_hopper, *tensors, places.slots_B, cut, turns=True)
+        time.sleep(pause_s)
+        yield measure(f"hopper in turns, {cut.splits}", run, case, tensors), None
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:
@@ -292,6 +297,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--budget-seconds", type=float, default=60.0)
     parser.add_argument("--flex", action="store_true", help="also FlexAttention at the first shape; it is compiled first")
+    parser.add_argument("--first", type=int, default=99, help="with --quick: only so many shapes, the usual ones first")
     parser.add_argument("--quick", action="store_true", help="over rings only what the table has and the kernel for Hopper")
     parser.add_argument("--small", action="store_true", help="a tiny shape, to try the script itself on any device")
     args = parser.parse_args()
@@ -299,7 +305,7 @@ def main() -> None:
     kept, until = Kept(args, device), time.monotonic() + args.budget_seconds
     with torch.inference_mode():
         chosen.prefer_fastest_attention()
-        for at, (label, shape) in enumerate(quick_shapes(args.small) if args.quick else shapes(args.small)):
+        for at, (label, shape) in enumerate(quick_shapes(args.small, args.first) if args.quick else shapes(args.small)):
             if time.monotonic() > until:
                 kept.add({"case": label, "not_run": "out of time"})
                 continue

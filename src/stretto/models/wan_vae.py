@@ -23,7 +23,7 @@ from stretto.core.errors import ConfigError, ObservationError
 from stretto.core.model import Row, Rows
 from stretto.core.route import StageSpec, TensorSpec
 from stretto.models.wan_config import WanConfig
-from stretto.models.wan_vae_fused import fuse
+from stretto.models.wan_vae_fused import PaddingConv, fuse
 
 WAN21_MEAN = (
     -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
@@ -109,7 +109,7 @@ class Half:
         self._channels_last = channels_last
         self._first, self._later = first_input, later_input
         self._decodes = hasattr(half, "up_blocks")
-        self._count = sum(isinstance(m, WanCausalConv3d) for m in half.modules())
+        self._count = sum(isinstance(m, (WanCausalConv3d, PaddingConv)) for m in half.modules())
         self._conv_in = cast(nn.Conv3d, half.conv_in)
         self.late = self._late()
 

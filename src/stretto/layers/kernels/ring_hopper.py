@@ -103,6 +103,7 @@ def _attend(
     k_free: gl.tensor,
     v_full: gl.tensor,
     v_free: gl.tensor,
+    order: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
     row: gl.tensor,
@@ -116,6 +117,8 @@ def _attend(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    GROUP: gl.constexpr,
+    TURNS: gl.constexpr,
 ) -> None:
     """Attend QUERIES queries to `count` blocks of keys, of whose first only `left` keys count, and store the result."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -138,9 +141,13 @@ def _attend(
         stage, turn = i % STAGES, i // STAGES
         before = (i - 1) % STAGES
         mbarrier.wait(k_full.index(stage), turn & 1)
+        if TURNS:  # the tensor cores go to one group after the other, so that the softmax of one runs beside products of both
+            mbarrier.wait(order.index(GROUP), (i & 1) ^ GROUP)
         k = k_buf.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
         s = warpgroup_mma(q_buf, k, empty, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, v_buf.index(before).reshape([KEYS, HEAD_DIM]), acc, is_async=True)
+        if TURNS:
+            mbarrier.arrive(order.index(1 - GROUP))
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(stage))
         weights, added, top, shrink = _soften(s, top, scale, False, left)
@@ -168,11 +175,21 @@ def _attend(
 
 @_jit
 def _skip(
-    k_full: gl.tensor, k_free: gl.tensor, v_full: gl.tensor, v_free: gl.tensor, count: gl.tensor, STAGES: gl.constexpr
+    k_full: gl.tensor,
+    k_free: gl.tensor,
+    v_full: gl.tensor,
+    v_free: gl.tensor,
+    order: gl.tensor,
+    count: gl.tensor,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ) -> None:
     """Let every block pass: no query of this group is there."""
     for i in range(count):
         stage, turn = i % STAGES, i // STAGES
+        if TURNS and i > 0:
+            mbarrier.wait(order.index(1), (i & 1) ^ 1)
+            mbarrier.arrive(order.index(0))
         mbarrier.wait(k_full.index(stage), turn & 1)
         mbarrier.arrive(k_free.index(stage))
         mbarrier.wait(v_full.index(stage), turn & 1)
@@ -189,6 +206,7 @@ def _second(
     k_free: gl.tensor,
     v_full: gl.tensor,
     v_free: gl.tensor,
+    order: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
     row: gl.tensor,
@@ -202,14 +220,15 @@ def _second(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    TURNS: gl.constexpr,
 ) -> None:
     if row < tokens:
         _attend(
-            q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free,
-            out, lse, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT,
+            q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free, order,
+            out, lse, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 1, TURNS,
         )  # fmt: skip
     else:
-        _skip(k_full, k_free, v_full, v_free, count, STAGES)
+        _skip(k_full, k_free, v_full, v_free, order, count, STAGES, TURNS)
 
 
 @_jit
@@ -229,6 +248,7 @@ def _ring_hopper_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    TURNS: gl.constexpr,
 ) -> None:
     # Tiles of queries come first in the grid, so that those that run at once read the same keys.
     tile, split, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
@@ -249,8 +269,10 @@ def _ring_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(order.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)
@@ -264,12 +286,13 @@ def _ring_hopper_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                q_buf.index(0), k_buf, v_buf, q_full.index(0), k_full, k_free, v_full, v_free,
-                part, sums, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT,
+                q_buf.index(0), k_buf, v_buf, q_full.index(0), k_full, k_free, v_full, v_free, order,
+                part, sums, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 0, TURNS,
             )),
             (_second, (
-                q_buf.index(1), k_buf, v_buf, q_full.index(1), k_full, k_free, v_full, v_free,
-                part, sums, row + QUERIES, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT,
+                q_buf.index(1), k_buf, v_buf, q_full.index(1), k_full, k_free, v_full, v_free, order,
+                part, sums, row + QUERIES, tokens, line_stride, count, left, scale,
+                HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, TURNS,
             )),
             (_bring, (
                 q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free,
@@ -294,7 +317,9 @@ def takes(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor) -> bool:
     return dense and alike and q_BNHd.shape[-1] == HEAD_DIM and runs_on(q_BNHd.device.type, q_BNHd.device.index)
 
 
-def ring_hopper(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor, tiling: RingTiling) -> Tensor:
+def ring_hopper(
+    q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor, tiling: RingTiling, *, turns: bool = False
+) -> Tensor:
     """Attend row b to all P tokens of slot slots_B[b] (int64); the call must be one that the kernel takes.
 
     Of the tiling `splits`, `block_n` and `stages` count. The splits need not be even. Returns [B, N, H, d].
@@ -307,7 +332,8 @@ def ring_hopper(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor,
         _described(k_SPHd.view(*k_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
         _described(v_SPHd.view(*v_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
         slots_B, part, lse, tokens, arena_tokens, head_dim**-0.5 * LOG2_E, heads,
-        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages, SPLIT=splits > 1, num_warps=4,
+        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages, SPLIT=splits > 1, TURNS=turns,
+        num_warps=4,
     )  # fmt: skip
     return part[:, 0] if splits == 1 else join_splits(part, lse)
 
