@@ -12,6 +12,7 @@ from stretto.core.model import Row
 from stretto.core.route import DTYPE_BYTES
 from stretto.models.wan import WanModel
 from stretto.models.wan_config import WanConfig
+from stretto.runtime.graphs import Graphs
 
 WINDOW = 21
 VISITS = 5  # of the block in one run: what the blocks of a denoise step share is made once, as in a segment
@@ -74,15 +75,7 @@ def bind(model: WanModel, stage: str, rows: LocalRows, visits: int) -> Callable[
 
 def captured(run: Callable[[], object]) -> tuple[Callable[[], object], torch.cuda.CUDAGraph]:
     """Capture a run; the graph must outlive its replays."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = Graphs().capture_at_rest(run)
     return graph.replay, graph
 
 
