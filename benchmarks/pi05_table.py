@@ -41,7 +41,8 @@ from stretto.runtime.engine import Engine
 from stretto.runtime.profiler import stage_segments
 
 STOCK_ROWS = ((1, 200), (32, 200))
-PARTS = ("rows", "wall", "overlap", "experts", "stock", "profiles")
+PARTS = ("rows", "wall", "overlap", "profiles", "stock", "experts")
+EXPLAINED = 6
 OVERLAP_PLANS = ("two lanes, on 88 and 44 multiprocessors", "one lane, whole route", "one lane, batches between visits")
 
 
@@ -125,9 +126,22 @@ def profile_row(target: Target, model: pi0.Pi0Model, device: torch.device, row: 
     """Profile the stages of a row that was timed before."""
     with torch.inference_mode():
         profile(Runner(model, device, target.batch, min(target.prompt, model.buckets[0].lengths[-1])), row)
+    if not row["met"]:
+        row["missed_by"] = missed_by(row)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
+
+
+def missed_by(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the calls that are furthest above their floors in one request, which together explain a miss."""
+    found = []
+    for stage, its in row["stages"].items():
+        for call in its["profile_of_one_visit"]["calls"]:
+            ms, floor_ms = (us * its["visits"] / 1e3 for us in (call["us"], call["floor_us"] or 0.0))
+            above = {"ms": round(ms, 3), "floor_ms": round(floor_ms, 3), "above_floor_ms": round(ms - floor_ms, 3)}
+            found.append({"stage": stage, "call": call["call"], **above})
+    return sorted(found, key=lambda call: -call["above_floor_ms"])[:EXPLAINED]
 
 
 def expert_row(model: pi0.Pi0Model, device: torch.device, ways: dict[str, Any], batch: int) -> dict[str, Any]:
@@ -236,7 +250,7 @@ class Session:
             self.attempt(t.name, 3.0 + 0.2 * t.batch, t.fp8, run)
 
     def profiles(self) -> None:
-        """Add a profile to every row that misses its target. Last of all: once it has run, a profiler slows every launch."""
+        """Add a profile to every row that misses its target. Once it has run, a profiler slows every launch of its process."""
         for t in ROWS:
             row = self.report.result["rows"].get(t.name, {})
             if "stages" in row and (self.args.profile_all or not row["stretch_met"]):
@@ -274,7 +288,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order")
+    parser.add_argument(
+        "--parts", nargs="+", default=PARTS[:-1], choices=PARTS, help="in this order; nothing of this process after profiles"
+    )
     parser.add_argument("--compile", action="store_true", help="stock torch also compiled, B=1; takes minutes")
     parser.add_argument("--profile-all", action="store_true", help="profile rows that meet their target, too")
     parser.add_argument("--stock", type=Path, help=argparse.SUPPRESS)

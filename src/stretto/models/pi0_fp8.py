@@ -22,7 +22,6 @@ from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
-from stretto.layers.kernels.rope import rope
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_expert import ExpertNorms, GemmaBlock
@@ -133,12 +132,14 @@ class Fp8Net:
         """Return the normed last hidden states in fp32, as `Expert`."""
         dims, readers, norm, eps = self.config.expert, self._expert, norms.lines, norms.eps
         theta = self.config.rope_theta
-        positions_BS = prefix.suffix_start_B[:, None] + torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
+        batch, tokens = residual_BSD.shape[:2]
+        positions_BS = prefix.suffix_start_B[:, None] + torch.arange(tokens, device=residual_BSD.device)
+        table, rows_B = rotary_table(positions_BS, dims.head_dim, theta), torch.arange(batch, device=residual_BSD.device)
         x, residual = readers[0].qkv.ada_normed(residual_BSD, None, None, norm(0), eps)
         for i, its in enumerate(readers):
-            q, k, v = rope(
-                its.qkv(x), positions_BS, heads=dims.heads, kv_heads=dims.kv_heads, head_dim=dims.head_dim, theta=theta
-            )
+            qkv = its.qkv(x)
+            k, v = qkv.new_empty(2, batch, tokens, dims.kv_heads, dims.head_dim)
+            q = rotate_write(qkv, table, k, v, rows_B, heads=dims.heads)
             y = its.out(its.out.plain(prefix.attend(i, q, k, v, self.net.expert.lead)))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu_of(its.up, x))
