@@ -152,7 +152,7 @@ def test_history_and_renewal_run_on_the_second_route_in_processes(world: World) 
 
 def open_one(world: World, **more: object):  # type: ignore[no-untyped-def]
     for _ in range(300):
-        if all(free >= 4 for free in [sum(c.values()) for c in world.engine._free_state.values()]):
+        if all(free >= 4 for free in [sum(c.values()) for c in world.engine.room.free.values()]):
             break
         time.sleep(0.01)
     return world.open("a road", **more)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,13 +26,14 @@ from stretto.core.plan import Plan
 from stretto.core.route import Route
 from stretto.parallel.local import LocalLink
 from stretto.runtime.arena import PackedRow
+from stretto.runtime.entrance import Entrance
 from stretto.runtime.executor import Executor
 from stretto.runtime.fleet import Fleet, Workers
 from stretto.runtime.flow import Flow
-from stretto.runtime.layout import Streams, state_slots
+from stretto.runtime.layout import Streams
 from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
 from stretto.runtime.pending import Answer, Pending
-from stretto.runtime.pools import StatePools
+from stretto.runtime.room import Room
 from stretto.runtime.seat import Seat
 from stretto.runtime.slots import Slots
 from stretto.runtime.stream import Stream as Stream
@@ -94,8 +95,8 @@ class Engine:
             self.executors = self._fleet.seats
         else:
             self.executors = self._executors(slots, streams, callers_launch)
-        self._state = {d: StatePools(model, plan.classes, d) for d in self.executors}
-        self._free_state = {d: Counter(state_slots(model, plan, d, streams)) for d in self.executors}
+        self.room = Room(model, plan, streams, self.executors)
+        self._entrance = Entrance(self._lock, self._most_of, self._offer, time.monotonic)
 
     def _executors(self, slots: int, streams: Streams, callers_launch: bool | None) -> dict[str, Executor]:
         executors: dict[str, Executor] = {}
@@ -208,15 +209,8 @@ class Engine:
         placements = self.plan.placements(name)
         if down := self._down(name):
             raise WorkerDiedError(down)
-        need = {d: Counter(self._state[d].counts(name)) for d in self.executors}
         with self._lock:
-            for d, wanted in need.items():
-                if not wanted <= self._free_state[d]:
-                    raise CapacityError(
-                        "state", f"{d} has {dict(self._free_state[d])} state slots free, a stream needs {dict(wanted)}"
-                    )
-            for d, wanted in need.items():
-                self._free_state[d].subtract(wanted)
+            self.room.take(name)
             slots = Slots(self.plan.admission, len(placements)) if self.plan.admission and self.model.state else None
             stream = Stream(self, next(self._ids), name, seed, slots=slots)
             self._open[stream.id] = stream
@@ -288,40 +282,16 @@ class Engine:
         future = Answer(self._finisher)
         with self._lock:
             self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)
-            stream.held.append(flow)
-            following = self._enter(stream)
-        self._offer(following)
+            following = self._entrance.come(stream, flow)
+        for entered in following:
+            self._offer(entered)
         return future
 
-    def _enter(self, stream: Stream) -> list[Flow]:
-        """Take in the chunks of a stream that may start now; see to it that the next one does in its slot. Under the lock."""
-        entered: list[Flow] = []
-        # Where chunks hand state on, more of them in flight than the plan says would only fill queues.
-        while stream.held and not (self.model.state and stream.in_flight >= self.plan.credit(stream.stream_class)):
-            slots, now_s = stream.slots, self.now_s
-            if slots is not None and (wait_s := slots.wait_s(now_s, stream.in_flight)) > 0.0:
-                if wait_s < math.inf and not slots.timed:
-                    slots.timed = True
-                    timer = threading.Timer(wait_s, self._slot_came, (stream, slots))
-                    timer.daemon = True
-                    timer.start()
-                break
-            flow = stream.held.popleft()
-            if slots is not None:
-                slots.start(flow.serial, now_s, stream.in_flight)
-            stream.in_flight += 1
-            entered.append(flow)
-        return entered
+    def _most_of(self, stream: Stream) -> float:
+        return self.plan.credit(stream.stream_class) if self.model.state else math.inf
 
-    def _slot_came(self, stream: Stream, slots: Slots) -> None:
-        with self._lock:
-            slots.timed = False
-            following = self._enter(stream)
-        self._offer(following)
-
-    def _offer(self, flows: Sequence[Flow]) -> None:
-        for flow in flows:
-            self.executors[flow.placement.device].offer(flow)
+    def _offer(self, flow: Flow) -> None:
+        self.executors[flow.placement.device].offer(flow)
 
     def _set_condition(self, stream: Stream, name: str, version: int, value: Tensor) -> None:
         spec = self.model.conditions.get(name)
@@ -340,12 +310,11 @@ class Engine:
         for flow in held:
             self._fail(flow, StreamClosedError("the stream was closed"))
         for name, executor in self.executors.items():
-            slots = self._state[name].counts(stream.stream_class)
-            executor.close_stream(stream.id, partial(self._freed, name, slots))
+            executor.close_stream(stream.id, partial(self._freed, name, self.room.needs(name, stream.stream_class)))
 
     def _freed(self, device: str, slots: Mapping[str, int]) -> None:
         with self._lock:
-            self._free_state[device].update(slots)
+            self.room.give(device, slots)
 
     def _passed(self, flow: Flow, passage: Passage) -> None:
         self._heard(flow.key, passage)
@@ -381,15 +350,9 @@ class Engine:
             pending = self._pending.pop(flow.key, None)
             if pending is None:
                 return None
-            stream = pending.stream
-            if flow in stream.held:
-                stream.held.remove(flow)
-                return pending
-            stream.in_flight -= 1
-            if stream.slots is not None:
-                stream.slots.done(flow.serial, self.now_s)
-            following = self._enter(stream)
-        self._offer(following)
+            following = self._entrance.left(pending.stream, flow)
+        for entered in following:
+            self._offer(entered)
         return pending
 
     def _died(self, device: str, reason: str) -> None:
