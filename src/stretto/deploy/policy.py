@@ -215,7 +215,8 @@ class Policy:
         try:
             self._check_newest(ticket)
             images = None
-            if self._shadow is None:  # which reads inputs once more, after the row has gone to another request
+            # A shadow, or a second attempt, reads inputs once more when the row has gone to another request.
+            if self._shadow is None and not ticket.options.late:
                 ticket.row = ticket.robot.stream.row()
                 images = ticket.row.views["images"]
             inputs = self.processor.preprocess(ticket.observation, images)
