@@ -45,7 +45,7 @@ def test_a_robot_keeps_the_same_bits_of_its_prefix_alone_and_in_a_batch(fp8: boo
     model = shallow()
     net: Pi0Net | Fp8Net = model.module
     if fp8:
-        net = quantised(model.module, {name: 20.0 for name in quantised_names(model.module)})
+        net = quantised(model.module, dict.fromkeys(quantised_names(model.module), 20.0))
     inputs = {name: x.to("cuda") for name, x in model.example_inputs(32).items()}
     inputs["token_count"] = inputs["token_count"].clamp(max=prompt)
     alone = keys_and_values(net, inputs, 1, prompt)

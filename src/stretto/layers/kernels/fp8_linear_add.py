@@ -22,6 +22,9 @@ from stretto.layers.tuning import Config, Key, Tunable, tuned
 FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt", "lt_sum"), "algo": cublas_lt.CHOICES}
 
 
+RULE: Config = {"impl": "lt_sum", "algo": 0}
+
+
 def fp8_linear_add(
     x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, residual: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -46,9 +49,10 @@ def run(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one choice; None is the rule."""
-    if choice is None or choice["impl"] != "lt_sum":
+    if (choice or RULE)["impl"] != "lt_sum":
         return residual, run_dense(choice, x, codes_NK, bias_N, scales, dtype)
-    return cublas_lt.matmul(x, codes_NK, int(choice["algo"]), bias_N=bias_N, scales=scales, residual=residual), None
+    algo = int((choice or RULE)["algo"])
+    return cublas_lt.matmul(x, codes_NK, algo, bias_N=bias_N, scales=scales, residual=residual), None
 
 
 def _run_with_norm(
