@@ -1,7 +1,7 @@
 """Requests per second of one GPU at a bounded p99: one lane, batches between visits, and two lanes side by side.
 
     python benchmarks/overlap.py --out benchmarks/results/overlap_h200.json      # pi0.5 at B=1
-    python benchmarks/overlap.py --fp8 --out benchmarks/results/overlap_fp8_h200.json
+    python benchmarks/overlap.py --precisions fp8 --out benchmarks/results/overlap_fp8_h200.json
     python benchmarks/overlap.py --small                                         # a tiny model on the CPU, to try the script
 
 `closed`: robots that each ask again as soon as they have their chunk. `open`: requests that come evenly spaced, with a tenth
@@ -15,7 +15,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -166,14 +166,25 @@ def measure(engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], 
         name: round(float(np.median([c.stage_ms[name] for *_, c in load.last])), 3) for name in load.last[0][3].stage_ms
     }
     row["open"] = []
-    for i, rate in enumerate(args.rates):
-        row["open"].append(load.open(rate, args.seconds / 2, i))
-        if row["open"][-1]["latency_ms"]["p99"] > 4 * args.p99_ms:
+    low, high = 0.0, 0.0
+    for rate in args.rates:
+        if not holds(load, row["open"], rate, args):
+            high = rate
             break
+        low = rate
+    for _ in range(args.closer if low and high else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(load, row["open"], middle, args) else (low, middle)
     held = [r["requests_per_s"] for r in (row["closed"], *row["open"]) if r["latency_ms"]["p99"] <= args.p99_ms]
     row["requests_per_s_at_p99"] = max(held, default=0.0)
     load.close()
     return row
+
+
+def holds(load: Load, rows: list[dict[str, Any]], rate: float, args: argparse.Namespace) -> bool:
+    """Tell whether the p99 holds at a rate; adds the row."""
+    rows.append(load.open(rate, args.seconds / 2, len(rows)))
+    return bool(rows[-1]["latency_ms"]["p99"] <= args.p99_ms)
 
 
 def slowed(model: Any, device: str, mode: Mode, prompt: int) -> dict[str, Any]:
@@ -192,19 +203,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--fp8", action="store_true", help="products in FP8, calibrated on the same inputs")
+    parser.add_argument(
+        "--precisions", nargs="+", default=["bf16"], choices=("bf16", "fp8"), help="fp8: calibrated on the inputs"
+    )
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds; no plan is begun after them")
     parser.add_argument("--robots", type=int, default=2)
     parser.add_argument("--cap", type=int, default=2, help="most robots in one batch")
     parser.add_argument("--prompt", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=1.2, help="of one closed loop; an open loop lasts half of it")
     parser.add_argument("--p99-ms", type=float, default=18.0)
+    parser.add_argument("--closer", type=int, default=2, help="rates between the last that held and the first that did not")
     parser.add_argument("--plans", nargs="+", help="only these")
-    parser.add_argument("--rates", default="50,75,95,115", type=lambda text: [float(r) for r in text.split(",")])
+    parser.add_argument("--rates", default="50,60,70,80,90,100,110,120", type=lambda text: [float(r) for r in text.split(",")])
     return parser.parse_args()
 
 
 def main() -> None:
-    args = parse()
+    args, begun = parse(), time.monotonic()
     if args.device == "cpu":
         args.small = True
         torch.set_num_threads(1)
@@ -212,25 +227,39 @@ def main() -> None:
     model = make(args.small, args.device)
     args.prompt = min(args.prompt, model.config.tokenizer_max_length)
     feed = feed_of(model, args.prompt)
-    if args.fp8:
-        use_fp8(model, args.device, feed, args.prompt)
-    want = alone(model, args.device, mode, feed, args.prompt)
-    facts = {name: getattr(args, name) for name in ("small", "fp8", "robots", "cap", "prompt", "p99_ms")}
+    facts = {name: getattr(args, name) for name in ("small", "robots", "cap", "prompt", "p99_ms")}
     result: dict[str, Any] = {**provenance(torch.device(args.device)), **facts, "plans": {}}
+    for precision in args.precisions:
+        if precision == "fp8":
+            use_fp8(model, args.device, feed, args.prompt)
+        for name, row in compare(model, mode, feed, args, begun):
+            result["plans"][f"{precision}: {name}"] = row
+            print(f"{time.monotonic() - begun:6.1f} s  {precision}: {name}  {json.dumps(row)}", flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(
+    model: Any, mode: Mode, feed: Sequence[Inputs], args: argparse.Namespace, begun: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a row for each plan."""
+    want = alone(model, args.device, mode, feed, args.prompt)
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda plan=plan: tried(model, plan, feed, want, args)
         for name, plan in plans(model.route, args.device, mode, args.cap).items()
         if not args.plans or name in args.plans
     }
-    tasks["what a lane costs the other"] = lambda: slowed(model, args.device, mode, args.prompt)
+    if not args.plans:
+        tasks["what a lane costs the other"] = lambda: slowed(model, args.device, mode, args.prompt)
     for name, task in tasks.items():
+        if time.monotonic() - begun > args.budget:
+            yield name, {"skipped": "no time left"}
+            continue
         try:
-            result["plans"][name] = task()
+            row = task()
         except Exception as error:  # one that fails must not lose the others
-            result["plans"][name] = {"error": f"{type(error).__name__}: {error}"}
-        print(name, json.dumps(result["plans"][name]), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            row = {"error": f"{type(error).__name__}: {error}"}
+        yield name, row
 
 
 def tried(
