@@ -267,6 +267,17 @@ inline uint32_t bits_of(float x) {
     return bits;
 }
 inline uint32_t pack(float low, float high) { return host::to_bf16(low) | host::to_bf16(high) << 16; }
+inline uint32_t pack_fine(float low, float high) {
+    const _Float16 both[2] = {_Float16(low), _Float16(high)};
+    uint32_t bits;
+    std::memcpy(&bits, both, 4);
+    return bits;
+}
+inline float2 unpack_fine(uint32_t bits) {
+    _Float16 both[2];
+    std::memcpy(both, &bits, 4);
+    return {float(both[0]), float(both[1])};
+}
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
@@ -406,6 +417,9 @@ inline void send4(Remote to, Remote barrier, float a, float b, float c, float d)
     *reinterpret_cast<float4*>(to) = {a, b, c, d};
     came(barrier, 16);
 }
+inline void send4(Remote to, Remote barrier, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    send4(to, barrier, as_float(a), as_float(b), as_float(c), as_float(d));
+}
 inline void send2(Remote to, Remote barrier, float a, float b) {
     *reinterpret_cast<float2*>(to) = {a, b};
     came(barrier, 8);
@@ -445,19 +459,14 @@ void multiply_tiles(float* c, const void* a, const void* b, bool add) {
         }
 }
 inline void multiply_56(float (&c)[28], const void* a, const void* b, bool add) { multiply_tiles<56>(c, a, b, add); }
-inline void multiply_128(float (&c)[64], const void* a, const void* b, bool add) { multiply_tiles<128>(c, a, b, add); }
-inline void multiply_rows(float (&c)[32], const uint32_t (&a)[4], const void* b, bool add) {
-    float rows[2][16];
-    // Each lane's part of the left factor goes to the lanes of its quad.
-    for (int from = 0; from < 4; ++from)
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t both = bits_of(from_lane(as_float(a[i]), thread_id() % 32 / 4 * 4 + from));
-            for (int h = 0; h < 2; ++h) rows[i % 2][i / 2 * 8 + from * 2 + h] = host::of_bf16(both >> 16 * h & 0xffff);
-        }
+inline void multiply_64(float (&c)[32], const void* a, const void* b, bool add) { multiply_tiles<64>(c, a, b, add); }
+inline void multiply_by_rows(float (&c)[32], const void* a, const void* b, bool add) {
+    const int lane = thread_id() % 32, warp = thread_id() / 32 % 4;
     for (int n = 0; n < 8; ++n)
         for (int i = 0; i < 4; ++i) {
             float sum = add ? c[4 * n + i] : 0.0f;
-            for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * in_tile(b, k, (n * 8 + thread_id() % 4 * 2 + i % 2) * 2);
+            const int row = warp * 16 + lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
+            for (int k = 0; k < 16; ++k) sum += in_tile(a, row, k * 2) * in_tile(b, k, column * 2);
             c[4 * n + i] = sum;
         }
 }

@@ -63,7 +63,7 @@ Ahead ahead_of(const void* from, int64_t bytes, int kind, int64_t wanted) {
         body; \
     }
 LAUNCHED(stretto_chain_qkv, QkvShape::THREADS, Qkv, qkv(a, shared))
-LAUNCHED(stretto_chain_attention, GROUP, Attention, attend(a, shared))
+LAUNCHED(stretto_chain_attention, ATTENTION_THREADS, Attention, attend(a, shared))
 LAUNCHED(stretto_chain_out, OutShape::THREADS, Add, add<OutShape>(a, shared))
 LAUNCHED(stretto_chain_gate_up, GateUpShape::THREADS, GateUp, gate_up(a, shared))
 LAUNCHED(stretto_chain_down, DownShape::THREADS, Add, add<DownShape>(a, shared))
@@ -179,7 +179,7 @@ void run(Q& queue, const Call& c, const float* reals) {
                 }
                 a.slot = c.slot, a.mask = c.mask, a.mask_step = c.mask_step, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
                 const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-                queue.launch(KERNEL_OF(stretto_chain_attention, attend), int(c.rows) * blocks * 2 * KEY_CUTS, KEY_CUTS, GROUP, ATTENTION_BYTES, a);
+                queue.launch(KERNEL_OF(stretto_chain_attention, attend), int(c.rows) * blocks * 2 * KEY_CUTS, KEY_CUTS, ATTENTION_THREADS, ATTENTION_BYTES, a);
             } else if (kind == 3) {
                 GateUp a{};
                 a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
