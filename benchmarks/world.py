@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from stretto.deploy.world_crowd import crowd
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
+from stretto.sched.profile import Profile
 
 CROWD = "portfolio"
 UNBATCHED = {"serial", "by_step", "by_block", "by_stage", "circular"}
@@ -136,6 +138,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def profiles_of(path: Path) -> list[Profile]:
+    """Return the profiles of an earlier result."""
+    return [Profile.from_json(json.dumps(raw)) for raw in json.loads(path.read_text())["profiles"]]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="no row begins after this")
@@ -149,11 +156,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="dtype", choices=["dtype", "fp8", "fp8-emulated"], help="of the blocks' products"
     )
+    parser.add_argument(
+        "--profiles", nargs="*", type=Path, default=[], help="earlier results of this script, whose profiles are not made again"
+    )
     parser.add_argument("--plans", nargs="*", default=[], choices=[*ONE, *SEVERAL, CROWD], help="all that fit by default")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured span of each row")
     add_place(parser)
     args = parser.parse_args()
+    args.profiles = tuple(profile for path in args.profiles for profile in profiles_of(path))
     if args.small:
         args.models, args.windows = [TINY], [6]
     return args

@@ -18,7 +18,7 @@ from stretto.core.errors import ConfigError
 from stretto.core.plan import Mode, Placement, Plan
 from stretto.deploy.device import resolve_device, resolve_dtype, resolve_mode
 from stretto.deploy.drive import Inputs, Measured, drive
-from stretto.deploy.profile import ProfileOptions, profile_world
+from stretto.deploy.profile import ProfileOptions, facts_of, profile_world
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_plans import ONE, SEVERAL, fitting, plan_of, predicted
 from stretto.deploy.worlds import AnywhereModel, RandomWorld, config_of
@@ -30,6 +30,8 @@ from stretto.runtime.engine import Engine
 from stretto.runtime.fleet import Workers
 from stretto.runtime.layout import Streams, state_on, state_slots
 from stretto.runtime.profiler import Times, hop_ms
+from stretto.sched.hardware import CPU
+from stretto.sched.profile import Profile
 
 ACTION_HORIZON = 32  # of the action chunks that frames are converted to
 _CONTEXT_BYTES = 2 * 10**9
@@ -51,6 +53,8 @@ class WorldCase:
     """Profile blocks in launches in a row for so long, on every device; 0: one launch at a time, on the first alone."""
     batches: tuple[int, ...] = ()
     """Batch sizes to profile; none: one, and one for each denoise step."""
+    profiles: tuple[Profile, ...] = ()
+    """Measured before: one of the same model, device and chunk shape is not measured again."""
 
 
 class WorldBench:
@@ -63,11 +67,19 @@ class WorldBench:
         with torch.inference_mode():
             batches = case.batches or (1, len(config.levels))
             options = ProfileOptions(config.name, batches=batches, n=case.profile_n, sustained_s=case.sustained_s)
-            self.profile = profile_world(config, first, case.mode, options)
-            self.slow = self._slow(options) if case.sustained_s and first.type == "cuda" else {}
+            known = self._known(first, max(batches))
+            self.profile = known or profile_world(config, first, case.mode, options)
+            self.slow = self._slow(options) if not known and case.sustained_s and first.type == "cuda" else {}
         free()
         self._model: AnywhereModel | None = None
         self._noise = np.random.default_rng(0).standard_normal((4, *config.latent_shape), dtype=np.float32)
+
+    def _known(self, device: torch.device, most: int) -> Profile | None:
+        """Return a profile that was measured before, for batches of as many rows as are wanted."""
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU.name
+        wanted = (self.config.name, kind, facts_of(self.config))
+        found = (p for p in self.case.profiles if (p.model, p.device, dict(p.facts)) == wanted and p.max_batch >= most)
+        return next(found, None)
 
     def _slow(self, options: ProfileOptions) -> dict[str, float]:
         """Return how the other devices compare with the first under load: times over its times, for one row."""

@@ -151,4 +151,4 @@ def decoder_of(config: WanConfig, device: str) -> Decoder:
     changes = _SMALL_VAE if config.name == TINY else {}
     with torch.device(device):  # random weights of gigabytes are slow to make on the host
         vae = wan_vae.build_vae(_VAES[config.channels], **changes).to(dtype=dtype)
-    return wan_vae.VaeDecoder(vae, fused=True)
+    return wan_vae.VaeDecoder(vae, fused=True, channels_last=True)
