@@ -95,7 +95,16 @@ def rows_of(args: argparse.Namespace, devices: tuple[str, ...], shape: Shape, un
     sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
     # Where no plan makes batches, what they would cost is not measured.
     batches = (1,) if set(names) <= UNBATCHED else ()
-    case = WorldCase(devices, args.mode, args.workers, args.streams, args.seconds, sustained_s=sustained_s, batches=batches)
+    case = WorldCase(
+        devices,
+        args.mode,
+        args.workers,
+        args.streams,
+        args.seconds,
+        sustained_s=sustained_s,
+        batches=batches,
+        profiles=args.profiles,
+    )
     began = time.monotonic()
     try:
         blocks = 8 if model == TINY else None
