@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
+from stretto.layers.kernels import gemm, hopper_geglu, linear_ada_rms_norm, linear_layer_norm, linear_rope
 from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.fp8_activation import to_fp8
+from stretto.layers.kernels.fp8_linear import fp8_linear_geglu
 from stretto.layers.kernels.layer_norm import add_layer_norm, launch_affine
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
@@ -113,6 +114,23 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
     got = linear_ada_rms_norm.run(choice, x, weight, residual, *modulations, 1e-6, torch.float32)
     for a, b in zip(got, want, strict=True):
         agree(a, b)
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize("rows", [1, 130, 1000])
+def test_a_gated_product_with_epilogues_beside_products(rows: int) -> None:
+    x, weight = normal(rows, 320), normal(1024, 320, seed=1) / 16
+    if not hopper_geglu.takes(x, weight):
+        pytest.skip("needs Hopper and Triton's Gluon")
+    got = hopper_geglu.hopper_geglu(x, weight, 4)
+    agree(got, linear_geglu.reference(x, weight))
+    assert torch.equal(got, hopper_geglu.hopper_geglu(x, weight, 8))
+    multiplier, scales = torch.full((1,), 40.0, device=DEVICE), (torch.tensor(0.02, device=DEVICE),) * 2
+    codes = [to_fp8(normal(n, 320, seed=s), multiplier) for n, s in ((rows, 2), (1024, 3))]
+    coded = hopper_geglu.hopper_geglu(codes[0], codes[1], 4, scales=scales, multiplier=multiplier)
+    want = fp8_linear_geglu.reference(codes[0], codes[1], scales, multiplier)
+    torch.testing.assert_close(coded.float(), want.float(), rtol=0.13, atol=0.5)  # one code
 
 
 @kernel_test

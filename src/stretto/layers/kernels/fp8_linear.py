@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels import gemm
+from stretto.layers.kernels import gemm, hopper_geglu
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
@@ -37,7 +37,7 @@ LARGE = (512, 1152)
 """Rows and inner width from which on the kernel won at every shape that was measured on an H200."""
 GEGLU_RULE, GELU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1), Tiling(128, 256, 128, 3, 8, 8, 1)
 PARTS = (1, 2, 4, 8, 16, 32)
-FIELDS = {**gemm.FIELDS, "parts": PARTS}
+FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "hopper"), "parts": PARTS}
 DENSE_FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt"), "algo": cublas_lt.CHOICES}
 
 
@@ -144,12 +144,14 @@ def _run(
     choice = _rule(x, GEGLU_RULE if gated else GELU_RULE) if choice is None else choice
     if choice["impl"] == "triton":
         return _fused(x, codes_NK, bias_N, scales, multiplier, Tiling.of(choice), gated=gated)
+    if choice["impl"] == "hopper" and gated and hopper_geglu.takes(x, codes_NK):
+        return hopper_geglu.hopper_geglu(x, codes_NK, int(choice["group"]), scales=scales, multiplier=multiplier)
     if choice["impl"] == "lt":  # a GELU in the product's own epilogue
         return cublas_lt.matmul(
             x, codes_NK, int(choice["algo"]), bias_N=bias_N, gelu=True, scales=scales, multiplier=multiplier, dtype=E4M3
         )
     out = torch.empty(*x.shape[:-1], codes_NK.shape[0] // (2 if gated else 1), dtype=E4M3, device=x.device)
-    parts = int(choice["parts"])
+    parts = int(choice.get("parts", 1))
     for rows, into in zip(x.flatten(0, -2).chunk(parts), out.flatten(0, -2).chunk(parts), strict=True):
         activate_into(fp8_linear(rows, codes_NK, bias_N, scales, torch.bfloat16), multiplier, into, gated=gated)
     return out
@@ -193,7 +195,9 @@ def _candidates(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> l
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    return _candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])
+    groups = (8,) if key[0] < 7000 else (8, 16)
+    found: list[Config] = [{"impl": "hopper", "group": group} for group in groups if key[0] >= gemm.FEW_ROWS]
+    return [*found, *_candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])]
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
