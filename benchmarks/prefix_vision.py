@@ -141,7 +141,7 @@ def main() -> int:
     )
     parser.add_argument("--new", nargs="*", default=(), help="of these ops leave out shapes that a shipped table knows")
     parser.add_argument("--only", default="", help="tune only ops whose name contains this")
-    parser.add_argument("--without", default="none", help="tune no op whose name contains this")
+    parser.add_argument("--without", nargs="*", default=(), help="ops to leave out")
     parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
     parser.add_argument("--no-tune", action="store_true", help="only the stages")
     parser.add_argument("--small", action="store_true", help="a toy model, on any device")
@@ -170,7 +170,7 @@ def main() -> int:
         w
         for cell in cells
         for w in shapes(config, *cell, dtype)
-        if args.only in w[0] and args.without not in w[0] and (w[2] != CODED or cell in coded)
+        if args.only in w[0] and w[0] not in args.without and (w[2] != CODED or cell in coded)
     ]
     known = choices(device).known
     order = [w for w in dict.fromkeys(order) if w not in known or w[0] not in args.new]
