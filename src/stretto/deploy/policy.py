@@ -22,14 +22,14 @@ from stretto.core.policy import PolicyReply, RequestOptions, Session
 from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
 from stretto.deploy.device import resolve_device, resolve_dtype
+from stretto.deploy.input_rows import InputRows
 from stretto.deploy.policy_options import PlanKind, PolicyOptions, plan_for
 from stretto.deploy.precision import set_precision
 from stretto.deploy.realtime import Realtime
 from stretto.deploy.shadow import Shadow
 from stretto.deploy.tickets import RobotState, Ticket
 from stretto.processors.policy import ModelInputs
-from stretto.runtime.engine import Engine, Stream
-from stretto.runtime.noise import noise
+from stretto.runtime.engine import Engine
 
 __all__ = ["PlanKind", "Policy", "PolicyOptions", "load_policy", "plan_for"]
 
@@ -57,8 +57,7 @@ class Policy:
             schedule=options.rtc_schedule,
             cap=options.rtc_cap,
         )
-        self._shape = loaded.model.config.action_horizon, loaded.model.config.action_dim
-        self._wanted = frozenset(loaded.model.route.inputs)
+        self._rows = InputRows(loaded.model, self.processor, self.realtime)
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="prepare")
         self._robots: dict[Session, RobotState] = {}
         self._lock = threading.Lock()
@@ -235,36 +234,11 @@ class Policy:
         with robot.turn:
             # Again, and in one turn: the dispatch policy takes the later chunk of a stream for the newer observation.
             self._check_newest(ticket)
-            rows = self._rows(inputs, ticket)
+            rows = self._rows.of(inputs, ticket)
             (row, ticket.row), lengths = (ticket.row, None), {"prompt": inputs.token_count}
             chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s, row=row)
-            if ticket.options.seed is None and ticket.options.noise_HD is None:
-                robot.noise = robot.stream.submitted, self._noise(robot.stream)
+            self._rows.look_ahead(ticket)
         chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs, rows))
-
-    def _rows(self, inputs: ModelInputs, ticket: Ticket) -> dict[str, np.ndarray[Any, Any]]:
-        options, robot, shape = ticket.options, ticket.robot, self._shape
-        if options.noise_HD is not None:
-            if options.noise_HD.shape != shape:
-                raise ObservationError("rt.noise", got=f"shape {options.noise_HD.shape}", expected=f"shape {shape}")
-            x = np.ascontiguousarray(options.noise_HD, np.float32)
-        elif options.seed is not None:
-            x = noise(shape, seed=options.seed).numpy()
-        else:
-            made, x = robot.noise
-            if made != robot.stream.submitted:
-                x = self._noise(robot.stream)
-        rows = inputs.arrays()
-        rows["token_count"] = rows["token_count"].astype(np.int32)
-        rows = {name: value for name, value in rows.items() if name in self._wanted}
-        guidance = self.realtime.inputs(
-            ticket.wish, lambda prefix_KD: self.processor.encode_actions(prefix_KD, inputs.context), self._wanted
-        )
-        return {**rows, **guidance, "x": x}
-
-    def _noise(self, stream: Stream) -> np.ndarray[Any, Any]:
-        """Return what the stream's next chunk starts from, where its request does not say."""
-        return noise(self._shape, seed=stream.seed, stream=stream.id, chunk=stream.submitted).numpy()
 
     def _finish(
         self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs, rows: Mapping[str, np.ndarray[Any, Any]]
