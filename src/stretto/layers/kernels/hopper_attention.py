@@ -154,7 +154,6 @@ def _attend(
     q_buf: gl.tensor,
     k_buf: gl.tensor,
     v_buf: gl.tensor,
-    q_full: gl.tensor,
     k_full: gl.tensor,
     k_free: gl.tensor,
     v_full: gl.tensor,
@@ -189,7 +188,6 @@ def _attend(
     top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
 
     valid = _valid(mask, first, arena_blocks, bound, suffix_tokens, KEYS, SUFFIX, scores)
-    mbarrier.wait(q_full, 0)
     mbarrier.wait(k_full.index(0), 0)
     k = k_buf.index(0).reshape([KEYS, HEAD_DIM]).permute((1, 0))
     s = warpgroup_mma(q_buf, k, empty, use_acc=False, is_async=True)
@@ -274,10 +272,12 @@ def _group(
     SPLIT: gl.constexpr,
 ) -> None:
     """Do the work of one group of warps: none if it has no query, and only say so if its split has no keys."""
+    # Whatever is on its way to shared memory has to arrive before the program ends.
+    mbarrier.wait(q_full, 0)
     if row < rows:
         if count > 0:
             _attend(
-                q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free, out, tops, totals, mask, multiplier, row, rows,
+                q_buf, k_buf, v_buf, k_full, k_free, v_full, v_free, out, tops, totals, mask, multiplier, row, rows,
                 first, count, arena_blocks, bound, suffix_tokens, scale,
                 HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT,
             )  # fmt: skip
