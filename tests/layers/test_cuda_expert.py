@@ -162,19 +162,23 @@ def test_a_batch_gives_each_row_the_bits_that_it_has_alone(on_host: ExpertChain)
         assert torch.equal(together.squares_MP[b * 9 : (b + 1) * 9], alone.squares_MP)
 
 
+def takes(chain: ExpertChain, c: Call) -> bool:
+    return chain.takes(c.weights, c.stream.residual_BTD.shape, c.stream.scaled_BRD.dtype, c.norms[0], c.keys)
+
+
 def test_calls_of_other_shapes_are_not_taken(on_host: ExpertChain) -> None:
     c = call(5, 77, 1)
-    assert on_host.takes(c.weights, c.stream, c.norms[0], c.keys)
+    assert takes(on_host, c)
     many = call(56, 1, 1)
-    assert not on_host.takes(many.weights, many.stream, many.norms[0], many.keys)
+    assert not takes(on_host, many)
     long = c.keys._replace(mask_BP=torch.ones(1, 969, dtype=torch.bool))
-    assert not on_host.takes(c.weights, c.stream, c.norms[0], long)
+    assert not takes(on_host, c._replace(keys=long))
     crowd = c.stream._replace(residual_BTD=c.stream.residual_BTD.expand(17, -1, -1))
-    assert not on_host.takes(c.weights, crowd, c.norms[0], c.keys)
+    assert not takes(on_host, c._replace(stream=crowd))
     by_token = Modulation(c.norms[0].table, torch.zeros(1, 5, dtype=torch.int64))
-    assert not on_host.takes(c.weights, c.stream, by_token, c.keys)
+    assert not takes(on_host, c._replace(norms=[by_token]))
     other = [c.weights[0]._replace(down=c.weights[0].down.float())]
-    assert not on_host.takes(other, c.stream, c.norms[0], c.keys)
+    assert not takes(on_host, c._replace(weights=other))
 
 
 def test_a_machine_without_the_device_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from stretto.layers.cuda.chain import Weights
 from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
-from stretto.layers.kernels.expert_layers import Shape, expert_layers
+from stretto.layers.kernels.expert_layers import Shape, chain_of, expert_layers
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
@@ -122,18 +122,24 @@ class Expert(nn.Module):
 
         The result's scaled rows are in fp32, for what comes after the last norm.
         """
-        blocks = self._layers()
-        weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in blocks]
-        lines = [norms.lines(i) for i in range(2 * len(blocks) + 1)]
-        shape = Shape(**blocks[0].rotary, eps=norms.eps, lead=self.lead)
-        return expert_layers(stream, weights, lines, prefix, shape)
+        lines = [norms.lines(i) for i in range(2 * len(self.blocks) + 1)]
+        return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms))
 
-    def streams(self, x_BSA: Tensor) -> bool:
-        """Tell whether the kernels of few rows run a call on these suffix tokens. Those without gradients do."""
+    def streams(self, x_BSA: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> bool:
+        """Tell whether `streamed` runs a call on these suffix tokens: few, or where it has launches that pay; no gradients."""
         (batch, tokens), dims = x_BSA.shape[:2], self._layers()[0].dims
         few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
-        return few and runs and not torch.is_grad_enabled()
+        if not runs or torch.is_grad_enabled():
+            return False
+        size = batch, tokens, dims.width
+        return few or chain_of(size, self.dtype, self._weights(), norms.lines(0), prefix, self._shape(norms))[0] is not None
+
+    def _weights(self) -> list[Weights]:
+        return [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in self._layers()]
+
+    def _shape(self, norms: ExpertNorms) -> Shape:
+        return Shape(**self._layers()[0].rotary, eps=norms.eps, lead=self.lead)
 
     def _layers(self) -> list[GemmaBlock]:
         return [b for b in self.blocks if isinstance(b, GemmaBlock)]

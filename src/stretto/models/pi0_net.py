@@ -195,7 +195,7 @@ class Pi0Net(nn.Module):
             expert: runs in place of `self.expert`.
         """
         norms = self.norms_of(condition)
-        if expert is None and self.expert.streams(x_BHA):
+        if expert is None and self.expert.streams(x_BHA, norms, prefix):
             return self._streamed_velocity(x_BHA, condition, norms, prefix, state_BW)
         ada = self.config.family == "pi05"
         x = self.action_in(x_BHA.float()) if ada else self._suffix(x_BHA, condition, state_BW)

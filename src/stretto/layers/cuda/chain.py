@@ -135,9 +135,11 @@ class ExpertChain:
         error = library.stretto_chain_prepare(device_index)
         self.refusal = None if error is None else str(error.decode())
 
-    def takes(self, weights: Sequence[Weights], stream: Stream, first: Modulation, keys: PrefixKV) -> bool:
-        """Tell whether the launches run this call; depends on shapes, strides and dtypes only."""
-        s, (batch, tokens, width) = self.sizes, stream.residual_BTD.shape
+    def takes(
+        self, weights: Sequence[Weights], size: Sequence[int], dtype: torch.dtype, first: Modulation, keys: PrefixKV
+    ) -> bool:
+        """Tell whether the launches run a stream of this size, [B, T, D], for products in `dtype`."""
+        s, (batch, tokens, width) = self.sizes, size
         inner = s.heads * s.head_dim
         shapes = [(inner + 2 * s.head_dim, s.width), (s.width, inner), (2 * s.mlp, s.width), (s.width, s.mlp)]
         fits = all(
@@ -158,7 +160,7 @@ class ExpertChain:
             and tokens <= s.max_tokens
             and len(weights) <= s.max_layers
             and keys.mask_BP.shape[1] <= s.max_prefix
-            and stream.scaled_BRD.dtype == torch.bfloat16
+            and dtype == torch.bfloat16
             and carries_shift(first)
             and first.table.dtype == torch.float32
             and keys.slots_B.dtype == torch.int64

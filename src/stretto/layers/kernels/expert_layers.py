@@ -23,8 +23,11 @@ from stretto.layers.kernels.stream import Stream, open_stream
 from stretto.layers.tuning import Config, Key, Tunable, choices, tuned
 
 OP = "expert_layers"
-RULE = "separate"
-"""What runs at a shape that no table knows."""
+CHAINED_UNTIL = 0
+"""Up to this many batch rows the chain runs at a shape that no table knows."""
+
+
+Size = torch.Size | tuple[int, int, int]
 
 
 class Shape(NamedTuple):
@@ -52,7 +55,7 @@ def expert_layers(
 
     `norms` are the 2 L + 1 in the order in which layers meet them; their tables lie evenly in memory.
     """
-    chain, _ = chain_of(stream, weights, norms, keys, shape)
+    chain, _ = chain_of(stream.residual_BTD.shape, stream.scaled_BRD.dtype, weights, norms[0], keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
     asked.add("separate" if chain is None else "chain")
     if chain is None:
@@ -61,25 +64,29 @@ def expert_layers(
 
 
 def chain_of(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
+    size: Size, dtype: torch.dtype, weights: Sequence[Weights], first: Modulation, keys: PrefixKV, shape: Shape
 ) -> tuple[ExpertChain | None, str]:
-    """Return the launches that would run a call, or None; and where they are, or why they would not."""
-    device = stream.residual_BTD.device
+    """Return the launches that would run a stream [B, T, D] for products in `dtype`, or None; where they are, or why not."""
+    device = keys.mask_BP.device
     if device.type != "cuda":
         return None, f"they do not run on {device.type}"
-    choice = tuned(OP, key_of(stream, weights, keys, shape), stream.scaled_BRD.dtype, device)
-    if (RULE if choice is None else choice["impl"]) != "chain":
+    choice = tuned(OP, key_of(size, weights, keys, shape), dtype, device)
+    if (rule(size[0]) if choice is None else choice["impl"]) != "chain":
         return None, "separate kernels are chosen"
     if (shape.kv_heads, shape.lead) != (1, 0):
         return None, "they have one key/value head and no leading tokens"
     chain, said = expert_chain(torch.cuda.current_device() if device.index is None else device.index)
-    if chain is not None and not chain.takes(weights, stream, norms[0], keys):
+    if chain is not None and not chain.takes(weights, size, dtype, first, keys):
         return None, "they were made for other sizes"
     return chain, said
 
 
-def key_of(stream: Stream, weights: Sequence[Weights], keys: PrefixKV, shape: Shape) -> Key:
-    batch, tokens, width = stream.residual_BTD.shape
+def rule(batch: int) -> str:
+    return "chain" if batch <= CHAINED_UNTIL else "separate"
+
+
+def key_of(size: Size, weights: Sequence[Weights], keys: PrefixKV, shape: Shape) -> Key:
+    batch, tokens, width = size
     heads = shape.heads, shape.kv_heads, shape.head_dim
     return (batch, tokens, len(weights), width, weights[0].down.shape[1], *heads, keys.mask_BP.shape[1])
 
