@@ -45,20 +45,25 @@ class Entrance:
         entered: list[Flow] = []
         # Where chunks hand state on, more of them in flight than the plan says would only fill queues.
         while stream.held and stream.in_flight < self._most(stream):
-            slots, now_s = stream.slots, self._clock()
-            if slots is not None and (wait_s := slots.wait_s(now_s, stream.in_flight)) > 0.0:
-                if wait_s < math.inf and not slots.timed:
-                    slots.timed = True
-                    timer = threading.Timer(wait_s, self._slot_came, (stream, slots))
-                    timer.daemon = True
-                    timer.start()
+            if stream.slots is not None and not self._in_slot(stream, stream.slots):
                 break
-            flow = stream.held.popleft()
-            if slots is not None:
-                slots.start(flow.serial, now_s, stream.in_flight)
             stream.in_flight += 1
-            entered.append(flow)
+            entered.append(stream.held.popleft())
         return entered
+
+    def _in_slot(self, stream: Stream, slots: Slots) -> bool:
+        """Tell whether the next chunk is in its slot now; else see to it that somebody looks again when it comes."""
+        now_s = self._clock()
+        wait_s = slots.wait_s(now_s, stream.in_flight)
+        if wait_s <= 0.0:
+            slots.start(stream.held[0].serial, now_s, stream.in_flight)
+            return True
+        if wait_s < math.inf and not slots.timed:
+            slots.timed = True
+            timer = threading.Timer(wait_s, self._slot_came, (stream, slots))
+            timer.daemon = True
+            timer.start()
+        return False
 
     def _slot_came(self, stream: Stream, slots: Slots) -> None:
         with self._lock:
