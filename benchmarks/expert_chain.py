@@ -186,6 +186,14 @@ def loop(case: Case, kept: dict[str, Tensor]) -> dict[str, Any]:
     return result | {"cosine": torch.cosine_similarity((eager - x).flatten(1), (other - x).flatten(1)).min().item()}
 
 
+def fits(library: str) -> dict[str, Any]:
+    """How many clusters of each launch the device holds at once."""
+    ask, counts = ctypes.CDLL(library).stretto_chain_fits, (ctypes.c_int * LAUNCHES)()
+    ask.restype = ctypes.c_char_p
+    error = ask(counts)
+    return {"error": error.decode()} if error else dict(zip(NAMES, counts, strict=True))
+
+
 def one_split() -> dict[str, Any]:
     """Let all kernels in Triton take the same split of the cache, as those here do."""
     from triton.runtime.jit import JITFunction
@@ -231,6 +239,7 @@ def main() -> None:
             report.attempt(lambda: loop(case, kept), kind="loop", by="separate, one split")
         if program is not None:
             report.attempt(lambda: {"said": said(program.result())}, kind="probe")
+        report.attempt(lambda: fits(where), kind="clusters at once")
         try:
             for row in check_launches(case):
                 report.add(**row)
@@ -242,7 +251,7 @@ def main() -> None:
         for text, future in made.items():
             report.attempt(lambda t=text, f=future: one_variant(case, t, f), kind="variant", macros=text)
         case.chain = chain
-        many = [Case(chain, net, net.config.action_horizon, 3, batch) for batch in (4, 8)]
+        many = [Case(chain, net, net.config.action_horizon, 3, batch) for batch in (2, 4, 8, 16)]
         for c in many:
             report.attempt(lambda c=c: loop(c, kept), kind="loop", batch=len(c.stream.residual_BTD), by="other layers")
         net.expert.few_rows = 10**6

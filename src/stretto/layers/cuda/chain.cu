@@ -233,6 +233,29 @@ extern "C" const char* stretto_chain_prepare(int device) {
     return nullptr;
 }
 
+// How many clusters of each launch the device holds at once.
+extern "C" const char* stretto_chain_fits(int* counts) {
+#ifndef STRETTO_ON_HOST
+    const void* kernels[KINDS] = {reinterpret_cast<const void*>(stretto_chain_qkv), reinterpret_cast<const void*>(stretto_chain_attention),
+                                  reinterpret_cast<const void*>(stretto_chain_out), reinterpret_cast<const void*>(stretto_chain_gate_up),
+                                  reinterpret_cast<const void*>(stretto_chain_down)};
+    const int clusters[KINDS] = {QkvShape::CUTS, KEY_CUTS, OutShape::CUTS, GateUpShape::CUTS, DownShape::CUTS};
+    const int threads[KINDS] = {QkvShape::THREADS, ATTENTION_THREADS, OutShape::THREADS, GateUpShape::THREADS, DownShape::THREADS};
+    const int bytes[KINDS] = {QkvShape::BYTES, ATTENTION_BYTES, OutShape::BYTES, GateUpShape::BYTES, DownShape::BYTES};
+    for (int i = 0; i < KINDS; ++i) {
+        cudaLaunchAttribute with[1];
+        with[0].id = cudaLaunchAttributeClusterDimension;
+        with[0].val.clusterDim.x = unsigned(clusters[i]), with[0].val.clusterDim.y = 1, with[0].val.clusterDim.z = 1;
+        cudaLaunchConfig_t how{};
+        how.gridDim = dim3(unsigned(CTAS[i])), how.blockDim = dim3(unsigned(threads[i])), how.dynamicSmemBytes = size_t(bytes[i]);
+        how.attrs = with, how.numAttrs = 1;
+        const cudaError_t e = cudaOccupancyMaxActiveClusters(counts + i, kernels[i], &how);
+        if (e != cudaSuccess) return cudaGetErrorString(e);
+    }
+#endif
+    return nullptr;
+}
+
 extern "C" const char* stretto_chain_launch(int device, const int64_t* words, const float* reals, void* stream) {
     const Call c = read(words);
 #ifndef STRETTO_ON_HOST

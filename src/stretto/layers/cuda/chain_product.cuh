@@ -26,9 +26,12 @@ using QkvShape = Shape<STRETTO_QKV_CUTS, 1, 16 / STRETTO_QKV_CUTS, 16 / STRETTO_
 using OutShape = Shape<8, 1, 4, 4, false>;
 using GateUpShape = Shape<2, 2, 8, 8, true>;
 // With all its input in shared memory there would be room for one CTA, and not for all clusters of eight at once.
-using DownShape = Shape<8, 1, 8, 4, false>;
+#ifndef STRETTO_DOWN_PLACES
+#define STRETTO_DOWN_PLACES 4
+#endif
+using DownShape = Shape<8, 1, 8, STRETTO_DOWN_PLACES, false>;
 static_assert(QkvShape::INPUT == WIDTH && OutShape::INPUT == INNER && GateUpShape::INPUT == WIDTH && DownShape::INPUT == MLP);
-static_assert(2 * (DownShape::BYTES + 1024) <= 228 * 1024);
+static_assert(STRETTO_DOWN_PLACES > 4 || 2 * (DownShape::BYTES + 1024) <= 228 * 1024);
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
 struct Who {
