@@ -147,6 +147,19 @@ def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothin
     assert deadline_limited(0.0, [patient, sharing._replace(key=2, stream=2), hurried], LIMITS).run == (1, 2)
 
 
+def test_a_large_batch_of_patient_newcomers_does_not_crowd_out_one_in_a_hurry() -> None:
+    # All four would take 8 + 24 + 10 ms; three patient ones at 0.3 s, one that has 25 ms and needs 18 alone.
+    tasks = [robot(i, 0, 0.3) for i in range(3)] + [robot(3, 0, 0.025)]
+    decision = deadline_limited(0.0, tasks, LIMITS)
+    assert (decision.run, decision.refuse) == ((3,), ())
+
+
+def test_a_deadline_leaves_time_for_the_answer() -> None:
+    assert deadline_limited(0.0, [waiting(0, 0.0305)], Limits(4, costs=COSTS, margin=0.0)).run == (0,)
+    told = deadline_limited(0.0, [waiting(0, 0.0305)], Limits(4, costs=COSTS, margin=0.0, answer_s=0.001)).refuse
+    assert [r.reason for r in told] == ["deadline"]
+
+
 def test_nobody_goes_ahead_of_started_robots_that_cannot_wait() -> None:
     started, hurried = [robot(i, 1, 0.029) for i in range(2)], robot(2, 0, 0.025)
     decision = deadline_limited(0.0, [*started, hurried], LIMITS)

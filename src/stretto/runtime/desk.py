@@ -27,6 +27,7 @@ from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.patience import Patience
 
 _REFUSALS: Mapping[str, type[RefusedError]] = {"deadline": DeadlineError, "superseded": SupersededError}
+ANSWER_S = 0.001  # from the end of a batch on the device to the answer on its way
 
 Fail = Callable[[Flow, Exception], None]
 
@@ -61,7 +62,7 @@ class Desk:
         self._name, self._arenas, self._can, self._lanes = name, arenas, can, lanes
         self._fail, self._clock = fail, clock
         self.policy: DispatchPolicy = policy(plan.dispatch)
-        self.limits = Limits(batch_cap=plan.batch_cap(name))
+        self.limits = Limits(batch_cap=plan.batch_cap(name), answer_s=ANSWER_S)
         self.residents = Residents(model, name, arenas.state_slots, ways)
         self.touched = Touched(len(lanes))
         self._served, self._patience = Served(), Patience()

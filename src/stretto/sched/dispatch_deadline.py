@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from stretto.sched.dispatch_forecast import Forecast, Left, Work, batch_size, most_urgent, room_s, urgency
@@ -134,14 +134,14 @@ class _Table:
                 (self.begun if task.started else self.fresh).append(task)
 
     def _left_s(self, task: Waiting) -> float:
-        return task.deadline_s + self.limits.allowed_late_s - self.now_s
+        return task.deadline_s + self.limits.allowed_late_s - self.limits.answer_s - self.now_s
 
     def _spare_s(self, task: Waiting, ends: dict[int, list[float]]) -> float:
         left = self.work.of(task)
         kind, visits = left.end
         return room_s(task, left, self.now_s, self.limits) - ends[kind][visits]
 
-    def _start(self, safe: Sequence[Waiting]) -> list[Waiting]:
+    def _start(self, safe: Sequence[Waiting]) -> Sequence[Waiting]:
         """Choose who starts now, and refuse who will not have a turn in time."""
         first = min(self.fresh, key=urgency)
         left = self.work.of(first)
@@ -151,6 +151,8 @@ class _Table:
         if not self.begun and not chosen:
             chosen = [first]
         lost = self._lost(alike, chosen, left, safe)
+        if lost and (fewer := self._rather(alike, n, left, safe, {r.key for r in lost})):
+            return fewer
         if lost and 0 < n < len(able):
             chosen = sorted(able, key=lambda t: (t.served_s, *urgency(t)))[:n]
             lost = self._lost(alike, chosen, left, safe)
@@ -175,6 +177,22 @@ class _Table:
             else:
                 high = n - 1
         return low, list(alike[able_from:])
+
+    def _rather(
+        self, alike: Sequence[Waiting], most: int, left: Left, safe: Sequence[Waiting], lost: Set[int]
+    ) -> Sequence[Waiting]:
+        """Return the most urgent newcomers, if they are those who would be lost and the others have time to wait.
+
+        Among robots of equal deadlines this would only favour those who came first, so there the largest batch is kept.
+        """
+        room = room_s(alike[0], left, self.now_s, self.limits)
+        kind, visits = left.end
+        fits = (n for n in range(most, 0, -1) if self.forecast.ends(left.visits, n)[kind][visits] <= room)
+        first, rest = alike[: (n := next(fits, 0))], alike[n:]
+        given = [t.deadline_s - t.submitted_s for t in alike if t.key in lost]
+        if not rest or max(given) > 0.9 * min(t.deadline_s - t.submitted_s for t in rest):
+            return ()
+        return first if not self._lost(alike, first, left, safe) else ()
 
     def _lost(self, alike: Sequence[Waiting], chosen: Sequence[Waiting], left: Left, safe: Sequence[Waiting]) -> list[Refusal]:
         """Return refusals of those not chosen who cannot be on time behind all that has been started by now.

@@ -128,7 +128,9 @@ class Forecast:
 
 def room_s(task: Waiting, left: Left, now_s: float, limits: Limits) -> float:
     """Return the time in which a task must be through on this device for its chunk to be on time."""
-    return task.deadline_s + limits.allowed_late_s - now_s - left.tail_s if task.deadline_s < math.inf else math.inf
+    if task.deadline_s == math.inf:
+        return math.inf
+    return task.deadline_s + limits.allowed_late_s - limits.answer_s - now_s - left.tail_s
 
 
 def urgency(task: Waiting) -> tuple[float, ...]:

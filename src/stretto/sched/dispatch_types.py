@@ -49,6 +49,8 @@ class Limits:
     """Share added to a cost before it is held against a deadline."""
     allowed_late_s: float = 0.0
     """Lateness up to which a chunk is still worth running."""
+    answer_s: float = 0.0
+    """From the end of a chunk's last batch to its answer; a deadline must leave so much."""
     patience_s: float = math.inf
     """Longest batch that somebody who comes right after its launch can wait for and still be on time."""
 
