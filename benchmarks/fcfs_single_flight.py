@@ -26,9 +26,8 @@ Inputs = Mapping[str, np.ndarray]
 class SingleFlight:
     """Answers one request after the other; deadlines are not looked at."""
 
-    name = "single_flight"
-
-    def __init__(self, model: Model, device: str, mode: Mode, *, prompt: int) -> None:
+    def __init__(self, model: Model, device: str, mode: Mode, *, prompt: int, name: str = "single_flight") -> None:
+        self.name = name
         plan = whole(model.route, device, mode=mode).with_shapes({"batch": (1,), "prompt": (prompt,)})
         self.engine = Engine(model, plan.with_dispatch("first_come_first_served"))
         self.engine.warm()

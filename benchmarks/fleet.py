@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -31,14 +31,48 @@ class Demand:
     """One way."""
     network_jitter_ms: float = 1.0
     loop: str = "closed"
+    also: tuple[Demand, ...] = ()
+    """What other robots of the same fleet ask for: robots take this demand and these in turn."""
+
+    def of(self, robot: int) -> Demand:
+        """Return what one robot of a fleet asks for."""
+        kinds = (self, *self.also)
+        return kinds[robot % len(kinds)]
+
+    @property
+    def kinds(self) -> dict[Demand, float]:
+        """Demand -> its share of the robots."""
+        each = [replace(d, also=()) for d in (self, *self.also)]
+        return {d: each.count(d) / len(each) for d in dict.fromkeys(each)}
+
+    @property
+    def rate_hz(self) -> float:
+        """Chunks a second that a robot asks for on average."""
+        return sum(share * d.chunks_hz for d, share in self.kinds.items())
 
     @property
     def period_s(self) -> float:
         return 1.0 / self.chunks_hz
 
+    def __str__(self) -> str:
+        said = []
+        for d, share in self.kinds.items():
+            of_all = "" if share == 1 else f"{share:.0%} "
+            said.append(f"{of_all}{d.chunks_hz:g}/s of {d.executed_steps} steps in {d.deadline_ms:g} ms {d.loop}")
+        return ", ".join(said)
+
     @property
     def control_hz(self) -> float:
         return self.chunks_hz * self.executed_steps
+
+
+SETTINGS = tuple(f for f in Demand.__dataclass_fields__ if f != "also")
+"""What can be said of a demand in one word each."""
+
+
+def read_back(saved: Mapping[str, Any]) -> Demand:
+    """Return a demand from what `asdict` made of it."""
+    return Demand(**{name: saved[name] for name in SETTINGS}, also=tuple(read_back(d) for d in saved.get("also", ())))
 
 
 def beats_passed(planned_s: float, free_s: float, period_s: float) -> int:
@@ -105,7 +139,8 @@ class Trial:
         self._end_s = begin_s + seconds
         for robot in range(self.robots):
             self.server.join(robot)
-            self._at(begin_s + float(self.rng.uniform(0, self.demand.period_s)), lambda r=robot: self._observe(r, None))
+            phase_s = float(self.rng.uniform(0, self.demand.of(robot).period_s))
+            self._at(begin_s + phase_s, lambda r=robot: self._observe(r, None))
         while self._step():
             pass
         give_up_s = time.monotonic() + 30.0
@@ -141,7 +176,7 @@ class Trial:
         if now_s >= self._end_s:
             return
         planned_s = now_s if planned_s is None else planned_s
-        d = self.demand
+        d = self.demand.of(robot)
         ways = (d.network_ms + d.network_jitter_ms * self.rng.uniform(0, 1, 2)) / 1e3
         asked = Asked(robot, now_s, *map(float, ways))
         self.asked.append(asked)
@@ -153,15 +188,16 @@ class Trial:
 
     def _next(self, robot: int, planned_s: float, free_s: float) -> None:
         """Plan the next observation on the robot's own grid; one that waited beyond its beat observes as soon as it can."""
-        period_s = self.demand.period_s
+        d = self.demand.of(robot)
+        period_s = d.period_s
         beats = beats_passed(planned_s, free_s, period_s)
         self.skipped += [(robot, planned_s + i * period_s) for i in range(1, beats)]
         grid_s = planned_s + beats * period_s
-        off_s = float(self.rng.uniform(-1, 1)) * self.demand.jitter * period_s
+        off_s = float(self.rng.uniform(-1, 1)) * d.jitter * period_s
         self._at(max(free_s, grid_s + off_s), lambda: self._observe(robot, grid_s))
 
     def _send(self, asked: Asked, planned_s: float) -> None:
-        d = self.demand
+        d = self.demand.of(asked.robot)
         deadline_s = asked.observed_s + d.deadline_ms / 1e3 - asked.back_s
         inputs = self.inputs[len(self.asked) % len(self.inputs)]
         future = self.server.submit(asked.robot, inputs, deadline_s)
@@ -169,6 +205,7 @@ class Trial:
 
     def _answered(self, asked: Asked, planned_s: float, future: Future[Chunk]) -> None:
         asked.arrived_s = time.monotonic() + asked.back_s
+        d = self.demand.of(asked.robot)
         error = None if not future.cancelled() else StrettoError("dropped at the end")
         error = error or future.exception()
         if error is not None:
@@ -176,8 +213,8 @@ class Trial:
             asked.reason = getattr(error, "reason", "") or type(error).__name__
         else:
             asked.chunk = future.result()
-            asked.status = "late" if asked.latency_s * 1e3 > self.demand.deadline_ms else "ok"
-        if self.demand.loop == "closed":
+            asked.status = "late" if asked.latency_s * 1e3 > d.deadline_ms else "ok"
+        if d.loop == "closed":
             self._next(asked.robot, planned_s, asked.arrived_s)
         with self._wake:
             self._open -= 1
@@ -192,7 +229,10 @@ def summary(
     seconds: float,
     skipped: Sequence[tuple[int, float]] = (),
 ) -> dict[str, Any]:
-    """Return what one trial found; the first `warmup_s` do not count. `skipped` are a trial's beats without a request."""
+    """Return what one trial found; the first `warmup_s` do not count. `skipped` are a trial's beats without a request.
+
+    Where robots ask for different things, `kinds` says what became of each, and `missed_worst_kind` is that of the worst.
+    """
     first_s = min(a.observed_s for a in asked)
     begin_s = first_s + warmup_s
     counted = [a for a in asked if a.observed_s >= begin_s]
@@ -205,12 +245,14 @@ def summary(
     latencies = [a.latency_s * 1e3 for a in answered] or [float("nan")]
     batches = [max(a.chunk.batch_sizes.values()) for a in answered if a.chunk] or [0]
     on_time = sum(a.status == "ok" for a in counted)
+    kinds = [_of_kind(kind, demand, counted, lost) for kind in demand.kinds]
     return {
         "robots": robots,
         "requests": len(counted),
-        "demand_chunks_s": round(robots * demand.chunks_hz, 3),
+        "demand_chunks_s": round(sum(demand.of(r).chunks_hz for r in range(robots)), 3),
         "goodput_chunks_s": round(on_time / (seconds - warmup_s), 3),
         "missed": round(1 - on_time / sum(beats), 5) if counted else 1.0,
+        "missed_worst_kind": max(k["missed"] for k in kinds) if counted else 1.0,
         "missed_worst_robot": round(max(missed), 5) if missed else 1.0,
         "late": sum(a.status == "late" for a in counted),
         "skipped": len(lost),
@@ -219,20 +261,34 @@ def summary(
         "latency_ms_p99": round(float(np.quantile(latencies, 0.99)), 3),
         "batch_mean": round(float(np.mean(batches)), 3),
         "batch_max": int(max(batches)),
+        **({"kinds": kinds} if len(kinds) > 1 else {}),
+    }
+
+
+def _of_kind(kind: Demand, demand: Demand, counted: Sequence[Asked], lost: Sequence[int]) -> dict[str, Any]:
+    mine = [a for a in counted if replace(demand.of(a.robot), also=()) == kind]
+    beats = len(mine) + sum(replace(demand.of(robot), also=()) == kind for robot in lost)
+    latencies = [a.latency_s * 1e3 for a in mine if a.chunk is not None]
+    return {
+        "demand": str(kind),
+        "requests": len(mine),
+        "missed": round(1 - sum(a.status == "ok" for a in mine) / beats, 5) if beats else 0.0,
+        "latency_ms_p99": round(float(np.quantile(latencies, 0.99)), 3) if latencies else None,
     }
 
 
 def trace_lines(asked: Sequence[Asked], demand: Demand, horizon: int) -> list[str]:
     """Return the requests in the form that `stretto roofline` reads."""
-    fixed = {
-        "executed_steps": demand.executed_steps,
-        "control_hz": demand.control_hz,
-        "horizon": horizon,
-        "deadline_s": demand.deadline_ms / 1e3,
-        "mode": "naive",
-    }
     lines = []
     for a in asked:
+        d = demand.of(a.robot)
+        fixed = {
+            "executed_steps": d.executed_steps,
+            "control_hz": d.control_hz,
+            "horizon": horizon,
+            "deadline_s": d.deadline_ms / 1e3,
+            "mode": "naive",
+        }
         line: dict[str, Any] = {**fixed, "robot": str(a.robot), "t_s": a.observed_s, "status": a.status}
         if a.reason:
             line["reason"] = a.reason

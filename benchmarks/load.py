@@ -1,20 +1,25 @@
 """How many robots one device keeps on time: deadline-aware batching against one request at a time, in one process.
 
-    python benchmarks/load.py --precision fp8,dtype --seconds 1.5 --budget 92 --out FILE           # pi0.5 at true shape
+    python benchmarks/load.py --precision dtype,fp8 --seconds 1.5 --budget 105 --out FILE          # pi0.5 at true shape
     python benchmarks/load.py --model tiny --device cpu --precision dtype,fp8-emulated --seconds 1     # anywhere
 
 A robot asks for a chunk so and so many times a second, and executes so many of its actions. A request is on time if its
 actions are back at the robot within the deadline, counted from the observation, both ways of the network included; a request
 that is refused, superseded or late is a miss, and so is a beat that passed while a robot waited for the answer to another.
-`--demand CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][@PRECISION]` may be said more than once; without @ each precision is
-run, both servers always in the same. Robots start at random phases and their periods jitter. `closed` robots wait for an
-answer before they observe again, `open` ones observe on schedule whatever happened, so that a deadline may exceed the period.
+`--demand [N*]CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][+...][@PRECISION][=ROBOTS/...]` may be said more than once. With +
+robots of several kinds stand side by side, N of the first, then those of the next, in turn; without @ each precision is run,
+all servers always in the same; numbers of robots to begin the search with are those of our server, the other, stock torch.
+Robots start at random phases and their periods jitter. `closed` robots wait for an answer before they observe again, `open`
+ones observe on schedule whatever happened, so that a deadline may exceed the period.
 
-The largest number of robots is the largest one at which at most 1 % of all beats miss, in a longer run at that number.
-Then each server is given 1.5 and 2 times as many as it can serve, and the other as many as ours serves. Inputs differ from
-request to request; the host's packing, both copies and the whole route are in the time, pixels arrive at the model's size.
-FP8 scales are those of random inputs, as the weights are. The file is written after every step; what there is no time for is a
-row that says so. `load_predict.py FILE` then puts the simulator's word beside each row, also for servers of other speeds.
+The largest number of robots is the largest one at which at most 1 % of all beats miss, those of each kind of robot by
+themselves, in a longer run at that number. Then each server is given 1.5 and 2 times as many as it can serve, and the others
+as many as ours serves. `single_flight` has our kernels and graphs, so that only the order of work differs;
+`single_flight_stock_torch` is what a lab has without them: the same network of torch's operators, in a graph (`--stock`).
+Inputs differ from request to request; the host's packing, both copies and the whole route are in the time, pixels arrive at
+the model's size. FP8 scales are those of random inputs, as the weights are. The file is written after every step; what there
+is no time for is a row that says so. `load_predict.py FILE` then puts the simulator's word beside each row, also for servers
+of other speeds.
 """
 
 from __future__ import annotations
@@ -31,8 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 from fcfs_single_flight import Inputs, SingleFlight
-from fleet import Demand, Server
-from load_search import RULE, Report, Search, compare, write_traces
+from fleet import Demand, Server, read_back
+from load_demand import DEMANDS, read_demand, wanted
+from load_search import PHASES, RULE, Report, Search, compare, write_traces
+from stock_torch import stock_torch
 
 from stretto.core.chunk import Chunk
 from stretto.core.plan import Device, Mode, Placement, Plan, per_visit, whole
@@ -44,9 +51,7 @@ from stretto.models import pi0
 from stretto.runtime.engine import Engine, Stream
 
 SETS = 16  # different inputs in turn
-DEMANDS = ("10:5:100", "10:5:200:open", "5:10:200")
-Wanted = tuple[float, int, float, str, str]
-"""Chunks/s, steps executed, deadline in ms, loop or "", precision or ""."""
+STOCK = "single_flight_stock_torch"
 
 
 def cut(route: Route, kind: str, device: str, cap: int, mode: Mode) -> Plan:
@@ -120,9 +125,9 @@ def alone_ms(server: Server, inputs: Sequence[Inputs], times: int = 20) -> float
 
 def guess_robots(cost_ms: Callable[[int], float], cap: int, demand: Demand) -> int:
     """Return how many robots the best batch that fits the deadline could feed: where a search begins."""
-    room_ms = demand.deadline_ms - 2 * demand.network_ms - demand.network_jitter_ms
+    room_ms = min(d.deadline_ms - 2 * d.network_ms - d.network_jitter_ms for d in demand.kinds)
     rates = [1e3 * n / cost_ms(n) for n in range(1, cap + 1) if cost_ms(n) <= 0.8 * room_ms]
-    return max(1, int(0.9 * max(rates, default=0.0) / demand.chunks_hz))
+    return max(1, int(0.9 * max(rates, default=0.0) / demand.rate_hz))
 
 
 def service_ms(engine: Engine, rows: int) -> float:
@@ -134,7 +139,7 @@ def service_ms(engine: Engine, rows: int) -> float:
 
 @dataclass
 class Bench:
-    """Both servers in each precision; those of one are made when it is first asked for."""
+    """All servers in each precision; those of one are made when it is first asked for."""
 
     options: argparse.Namespace
     model: Any
@@ -143,44 +148,47 @@ class Bench:
     inputs: list[Inputs]
     longest_s: float = 0.0
     """What the longest comparison took."""
-    _servers: dict[str, tuple[DeadlineAware, SingleFlight]] = field(default_factory=dict)
-    _single_ms: dict[str, float] = field(default_factory=dict)
+    _servers: dict[str, tuple[Server, ...]] = field(default_factory=dict)
+    _alone_ms: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def mode(self) -> Mode:
         return "graph" if self.options.device.startswith("cuda") else "eager"
 
-    def servers(self, precision: str) -> tuple[DeadlineAware, SingleFlight]:
+    def servers(self, precision: str) -> tuple[Server, ...]:
+        """Return ours, the same engine one at a time, and stock torch one at a time where it is wanted."""
         if precision not in self._servers:
             o, begin_s = self.options, time.perf_counter()
             told = self._use(precision)
             buckets = tuple(int(b) for b in o.buckets.split(","))
             ours = DeadlineAware(self.model, o.device, self.mode, prompt=self.prompt, plan=o.plan, cap=o.cap, buckets=buckets)
-            theirs = SingleFlight(self.model, o.device, self.mode, prompt=self.prompt)
-            self._servers[precision] = ours, theirs
-            self._single_ms[precision] = alone_ms(theirs, self.inputs)
+            servers: list[Server] = [ours, SingleFlight(self.model, o.device, self.mode, prompt=self.prompt)]
+            if o.stock != "none" and precision == "dtype":
+                with stock_torch(compiled=o.stock == "compiled"):
+                    servers.append(SingleFlight(self.model, o.device, self.mode, prompt=self.prompt, name=STOCK))
+            self._servers[precision] = tuple(servers)
+            self._alone_ms[precision] = [alone_ms(s, self.inputs) for s in servers]
             costs = {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()}
             ready_s = round(time.perf_counter() - begin_s, 2)
-            known = {"costs_ms": costs, "single_flight_ms": round(self._single_ms[precision], 4), "ready_s": ready_s}
-            self.report.precisions[precision] = told | known
+            alone = {f"{s.name}_ms": round(ms, 4) for s, ms in zip(servers, self._alone_ms[precision], strict=True)}
+            self.report.precisions[precision] = told | {"costs_ms": costs, **alone, "ready_s": ready_s}
             self.report.save()
-            print(f"{precision}: ready after {ready_s} s, one alone {known['single_flight_ms']} ms", flush=True)
+            print(f"{precision}: ready after {ready_s} s, one alone {alone}", flush=True)
         return self._servers[precision]
 
-    def run(self, demand: Demand, precision: str) -> None:
+    def run(self, demand: Demand, precision: str, guesses: tuple[int, ...] = ()) -> None:
         o = self.options
-        said = f"{demand.chunks_hz:g} chunks/s a robot, {demand.executed_steps} steps executed, {demand.deadline_ms:g} ms"
-        print(f"{said}, {demand.loop} loop, {precision}", flush=True)
-        ours, theirs = self.servers(precision)
-        single_ms = self._single_ms[precision]
-        guesses = (
-            guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand),
-            guess_robots(lambda n: single_ms, 1, demand),
-        )
+        print(f"{precision}: {demand}", flush=True)
+        servers = self.servers(precision)
+        ours = servers[0]
+        assert isinstance(ours, DeadlineAware)
+        found = [guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand)]
+        found += [guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in self._alone_ms[precision][1:]]
+        guesses = (*guesses, *found[len(guesses) :])[: len(servers)]
         search = Search(demand, self.inputs, o.seconds, o.confirm or 2 * o.seconds, o.most)
         factors = [float(f) for f in o.overload.split(",")]
         begin_s = time.perf_counter()
-        asked = compare(search, (ours, theirs), guesses, factors, self.report, {"precision": precision})
+        asked = compare(search, servers, guesses, factors, self.report, {"precision": precision})
         self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
         write_traces(asked, demand, self.model.config.action_horizon, o.traces, f"{precision}_{demand.loop}_")
 
@@ -200,29 +208,19 @@ class Bench:
         return {"products": precision, "coded_bytes": use_fp8(self.model, calibration), "calibration": calibration.describe()}
 
 
-def read_demand(text: str) -> Wanted:
-    """Read `chunks_hz:executed_steps:deadline_ms[:loop][@precision]`."""
-    rest, _, precision = text.partition("@")
-    parts = rest.split(":")
-    try:
-        hz, steps, deadline_ms = float(parts[0]), int(parts[1]), float(parts[2])
-    except (ValueError, IndexError):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected for instance 10:5:100") from None
-    loop = parts[3] if len(parts) == 4 else ""
-    if len(parts) > 4 or loop not in ("", "closed", "open"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected three numbers and closed, open or nothing")
-    if not (0 < hz < math.inf and steps > 0 and 0 < deadline_ms < math.inf):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected three numbers above 0, for instance 10:5:100")
-    return hz, steps, deadline_ms, loop, precision
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pi0.5", help="a pi0 preset, or tiny")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--precision", default="dtype", help="dtype, fp8, fp8-emulated; several with commas")
-    parser.add_argument("--plan", default="stages", choices=("per_visit", "stages", "whole"), help="of our server")
+    parser.add_argument("--plan", default="per_visit", choices=("per_visit", "stages", "whole"), help="of our server")
+    parser.add_argument(
+        "--stock", default="compiled", choices=("none", "graph", "compiled"), help="stock torch beside the others, in `dtype`"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="make all servers, so that compilers have their caches, and run nothing"
+    )
     parser.add_argument("--cap", type=int, default=16, help="most robots in one batch of ours")
     parser.add_argument("--buckets", default="1,2,3,4,5,6,7,8,10,12,16,20,24,32", help="batch sizes to capture, up to the cap")
     parser.add_argument("--prompt", type=int, default=48, help="prompt tokens")
@@ -232,9 +230,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds from the start; what would not fit is left out")
     parser.add_argument("--overload", default="1.5,2")
     parser.add_argument("--most", type=int, default=256)
-    parser.add_argument(
-        "--demand", type=read_demand, action="append", help="default: 10:5:100, 10:5:200:open, 5:10:200, 2:25:500"
-    )
+    parser.add_argument("--demand", type=read_demand, action="append", help=f"default: {', '.join(DEMANDS)}")
     for name in ("jitter", "network_ms", "network_jitter_ms"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Demand(), name))
     parser.add_argument("--loop", default="closed", choices=("closed", "open"), help="of demands that do not say it")
@@ -243,36 +239,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def wanted(options: argparse.Namespace) -> list[tuple[Demand, str]]:
-    """Return every demand with every precision that it is wanted in, in the order of the demands."""
-    said = {name: getattr(options, name) for name in ("jitter", "network_ms", "network_jitter_ms")}
-    default = [read_demand(text) for text in DEMANDS]
-    return [
-        (Demand(chunks_hz=hz, executed_steps=steps, deadline_ms=ms, loop=loop or options.loop, **said), precision)
-        for hz, steps, ms, loop, one in options.demand or default
-        for precision in ([one] if one else options.precision.split(","))
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     begin_s = time.perf_counter()
     options = parse(arguments)
-    pairs = wanted(options)
+    rows = wanted(options)
     rtc = tuple(m for m in options.rtc.split(",") if m)
     model = make_model(options.model, options.device, options.dtype, rtc)
     prompt = min(options.prompt, model.config.tokenizer_max_length)
     fixed = {
         **provenance(torch.device(options.device)),
-        **{name: getattr(options, name) for name in ("model", "dtype", "plan", "cap", "buckets", "seconds")},
+        **{name: getattr(options, name) for name in ("model", "dtype", "plan", "cap", "buckets", "seconds", "stock")},
         "mode": "graph" if options.device.startswith("cuda") else "eager",
         "denoise_steps": model.config.denoise_steps,
         "prompt_tokens": prompt,
         "rtc": list(rtc),
         "rule": RULE,
+        "phases": PHASES,
     }
     report = Report(fixed, options.out)
     bench = Bench(options, model, prompt, report, make_inputs(model, prompt))
-    for demand, precision in pairs:
+    for precision in dict.fromkeys(precision for _, precision, _ in rows) if options.prepare else ():
+        bench.servers(precision)
+    for demand, precision, guesses in rows if not options.prepare else ():
         left_s = options.budget - (time.perf_counter() - begin_s)
         if left_s < bench.longest_s:
             why = f"no time: {left_s:.0f} s, the longest took {bench.longest_s:.0f}"
@@ -282,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             continue
         # The edge of the benchmark: what cannot run here is a row of the result.
         try:
-            bench.run(demand, precision)
+            bench.run(demand, precision, guesses)
         except Exception as error:
             failed = {"precision": precision, "demand": asdict(demand), "error": f"{type(error).__name__}: {error}"}
             report.demands.append(failed)
@@ -295,15 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def print_headline(report: Report) -> None:
-    """Print a line a row: robots of both servers, their misses and tails, and what is left under overload."""
+    """Print a line a row and server: robots, misses and tails, and what is left under overload."""
     for row in report.demands:
-        d = row["demand"]
-        name = f"{row['precision']}, {d['chunks_hz']:g}/s, {d['deadline_ms']:g} ms, {d['loop']}"
-        if "robots_ratio" not in row:
+        name = f"{row['precision']}, {row.get('told') or read_back(row['demand'])}"
+        if "robots_over" not in row:
             print(f"{name}: {row.get('left') or row.get('error')}")
             continue
-        print(f"{name}: ratio {row['robots_ratio']}")
-        for server in ("deadline_limited", "single_flight"):
+        print(f"{name}: ours over {row['robots_over']}")
+        for server in ("deadline_limited", *row["robots_over"]):
             best, over = row[server]["largest"], row[server]["overload"]
             kept = "; ".join(f"{f}: {o['goodput_chunks_s']} good/s, refused {o['refused']}" for f, o in over.items())
             tail = (

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fleet import Demand
+from fleet import Demand, read_back
 from load_sim import HOST_S, Case, Line, line, one_at_a_time
 
 PEERS_MS = {
@@ -50,29 +49,30 @@ def most_served(plan: Line, demand: Demand, batches: int) -> tuple[int, int]:
     It is the best size of which so many batches fit the deadline: with one, what the device feeds at all; with two, what robots
     of any phase can have, as one that comes just after a batch has begun waits for its end and then runs in the next.
     """
-    room_s = (demand.deadline_ms - 2 * demand.network_ms - demand.network_jitter_ms) / 1e3
+    # The tightest deadline counts: a batch that all can wait for is one that it can wait for.
+    room_s = min(d.deadline_ms - 2 * d.network_ms - d.network_jitter_ms for d in demand.kinds) / 1e3
     sizes = [n for n in range(1, plan.cap + 1) if batches * plan.seconds(n) <= room_s] or [1]
     best = min(sizes, key=lambda n: plan.seconds(n) / n)
-    return int(demand.period_s * best / plan.seconds(best)), best
+    return int(best / plan.seconds(best) / demand.rate_hz), best
 
 
 def expected(case: Case) -> int:
     """Return a number of robots near the largest that holds: where to begin to look."""
     rate = case.line.cap / case.line.seconds(case.line.cap)
-    return max(1, int(0.8 * rate * case.demand.period_s))
+    return max(1, int(0.8 * rate / case.demand.rate_hz))
 
 
 def predict(row: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the simulator says of one row of a result."""
     costs = result["precisions"][row["precision"]]
-    demand = Demand(**{f.name: row["demand"][f.name] for f in fields(Demand)})
+    demand = read_back(row["demand"])
     plan = line(per_visit_ms(costs["costs_ms"]), result["plan"], result["cap"], result["denoise_steps"])
     ours = Case(plan, demand)
     own_ms = costs["single_flight_ms"]
     cases = {"deadline_limited": ours, "single_flight": Case(one_at_a_time(own_ms - 1e3 * HOST_S), demand, single=True)}
     for name, (ms, _) in PEERS_MS.items():
         cases[name] = Case(one_at_a_time(ms), demand, single=True)
-    seconds = max(SECONDS, DEADLINES * demand.deadline_ms / 1e3)
+    seconds = max(SECONDS, DEADLINES * min(d.deadline_ms for d in demand.kinds) / 1e3)
     found: dict[str, Any] = {n: c.predict(seconds, (1.5, 2.0), expected(c)) for n, c in cases.items()}
     most, spread = most_served(plan, demand, 1), most_served(plan, demand, 2)
     found["deadline_limited"] |= {"device_feeds": most[0], "of_any_phase": spread[0], "in_batches_of": spread[1]}
@@ -85,13 +85,13 @@ def predict(row: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]
 
 def told(row: Mapping[str, Any]) -> str:
     """Return the row as a line: measured numbers of robots, then predicted ones."""
-    d, p = row["demand"], row["predicted"]
-    measured = {n: row[n]["largest"]["robots"] for n in ("deadline_limited", "single_flight") if n in row}
+    p = row["predicted"]
+    servers = ("deadline_limited", "single_flight", "single_flight_stock_torch")
+    measured = {n: row[n]["largest"]["robots"] for n in servers if n in row}
     robots = {n: v["largest"]["robots"] for n, v in p.items() if isinstance(v, dict)}
     ours = p["deadline_limited"]
     bound = f"the device feeds {ours['device_feeds']}, of any phase {ours['of_any_phase']}"
-    name = f"{row['precision']}, {d['chunks_hz']:g}/s, {d['deadline_ms']:g} ms, {d['loop']}"
-    return f"{name}: measured {measured}; predicted {robots}; {bound}"
+    return f"{row['precision']}, {read_back(row['demand'])}: measured {measured}; predicted {robots}; {bound}"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

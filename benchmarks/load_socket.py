@@ -13,12 +13,11 @@ import argparse
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fleet import Demand
+from fleet import SETTINGS, Demand
 from load import SETS
 from load_search import RULE, Report, Search, compare, write_traces
 
@@ -100,12 +99,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--overload", default="1.5,2")
     parser.add_argument("--most", type=int, default=128)
-    for name, value in asdict(Demand()).items():
+    for name in SETTINGS:
+        value = getattr(Demand(), name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--traces", type=Path)
     options = parser.parse_args()
-    demand = Demand(**{name: getattr(options, name) for name in asdict(Demand())})
+    demand = Demand(**{name: getattr(options, name) for name in SETTINGS})
     common: dict[str, Any] = {"device": options.device, "preset": options.preset, "degenerate": "hold"}
     single = PolicyOptions(**common, max_batch=1, plan="whole", dispatch="first_come_first_served", rtc=())
     ours = Served("deadline_limited", options.checkpoint, PolicyOptions(**common, max_batch=options.cap), tell_deadline=True)

@@ -7,11 +7,13 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import fleet
 import load
+import load_demand
 import load_search
 import numpy as np
 import pytest
@@ -124,7 +126,7 @@ def test_robots_that_do_not_wait_have_several_requests_out(ours: load.DeadlineAw
 
 
 def test_servers_of_both_precisions_live_side_by_side(inputs: list[Inputs]) -> None:
-    options = load.parse(["--model", "tiny", "--device", "cpu", "--cap", "2"])
+    options = load.parse(["--model", "tiny", "--device", "cpu", "--cap", "2", "--stock", "graph"])
     model = load.make_model("tiny", "cpu", "float32", ("identity",))
     bench = load.Bench(options, model, PROMPT, load_search.Report({}, None), inputs)
 
@@ -193,7 +195,13 @@ class Known(load_search.Search):
 
     def trial(self, server: Any, robots: int, seconds: float | None = None) -> tuple[dict[str, Any], list[Any]]:
         most = 11 if seconds is None else 10
-        return {"robots": robots, "missed": 0.0 if robots <= most else 0.5, "goodput_chunks_s": 10.0 * min(robots, most)}, []
+        missed = 0.0 if robots <= most else 0.5
+        return {
+            "robots": robots,
+            "missed": missed,
+            "missed_worst_kind": missed,
+            "goodput_chunks_s": 10.0 * min(robots, most),
+        }, []
 
 
 @pytest.mark.parametrize("guess", [1, 7, 11, 12, 40])
@@ -211,25 +219,62 @@ def test_a_search_beyond_the_most_robots_ends_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["10:5", "10:5:100:1", "10:5:100:shut", "0:5:100", "10:0:100", "10:5:nan", "ten:5:100", "inf:5:100"]
+    "text",
+    [
+        "10:5",
+        "10:5:100:1",
+        "10:5:100:shut",
+        "0:5:100",
+        "10:0:100",
+        "10:5:nan",
+        "ten:5:100",
+        "inf:5:100",
+        "10:5:100+",
+        "0*10:5:100",
+        "10:5:100=0",
+    ],
 )
 def test_a_demand_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
-        load.read_demand(text)
+        load_demand.read_demand(text)
 
 
 def test_demands_are_run_in_the_precisions_they_name_or_in_all() -> None:
     options = load.parse(["--precision", "fp8,dtype", "--demand", "10:5:100", "--demand", "10:5:200:open@fp8"])
-    pairs = [(d.deadline_ms, d.loop, precision) for d, precision in load.wanted(options)]
-    assert pairs == [(100.0, "closed", "fp8"), (100.0, "closed", "dtype"), (200.0, "open", "fp8")]
+    rows = [(d.deadline_ms, d.loop, precision) for d, precision, _ in load_demand.wanted(options)]
+    assert rows == [(100.0, "closed", "fp8"), (100.0, "closed", "dtype"), (200.0, "open", "fp8")]
+
+
+def test_robots_of_several_kinds_stand_in_one_fleet_in_turn() -> None:
+    options = load.parse(["--demand", "2:3:60+2*2:25:500:open@dtype=46/15/2"])
+    ((demand, precision, guesses),) = load_demand.wanted(options)
+    assert (precision, guesses) == ("dtype", (46, 15, 2))
+    assert [demand.of(robot).deadline_ms for robot in range(6)] == [60.0, 500.0, 500.0, 60.0, 500.0, 500.0]
+    assert {d.loop: share for d, share in demand.kinds.items()} == {
+        "closed": pytest.approx(1 / 3),
+        "open": pytest.approx(2 / 3),
+    }
+    assert fleet.read_back(json.loads(json.dumps(asdict(demand)))) == demand
+    assert str(demand) == "33% 2/s of 3 steps in 60 ms closed, 67% 2/s of 25 steps in 500 ms open"
+
+
+def test_each_kind_of_robot_must_be_on_time_by_itself(inputs: list[Inputs]) -> None:
+    # A quarter of a second suits every second robot, and not the others.
+    tight = fleet.Demand(chunks_hz=2.0, deadline_ms=100.0)
+    demand = replace(tight, also=(fleet.Demand(chunks_hz=2.0, deadline_ms=1000.0),))
+    trial = fleet.Trial(Slow(), demand, 4, inputs, seed=0)
+    found = fleet.summary(trial.run(1.5), 4, demand, 0.0, 1.5, trial.skipped)
+    assert [kind["missed"] for kind in found["kinds"]] == [1.0, 0.0]
+    assert found["missed_worst_kind"] == 1.0
+    assert found["missed"] == pytest.approx(0.5, abs=0.15)
 
 
 def test_a_precision_that_the_machine_does_not_have_and_a_lack_of_time_are_rows(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     short = ["--seconds", "0.2", "--most", "1", "--cap", "1", "--overload", "2", "--demand", "5:5:5000"]
-    load.main(["--model", "tiny", "--device", "cpu", *short, "--precision", "fp8", "--out", str(out)])
+    load.main(["--model", "tiny", "--device", "cpu", "--stock", "graph", *short, "--precision", "fp8", "--out", str(out)])
     assert "precision: got fp8 on cpu" in json.loads(out.read_text())["demands"][0]["error"]
-    load.main(["--model", "tiny", "--device", "cpu", *short, "--budget", "0", "--out", str(out)])
+    load.main(["--model", "tiny", "--device", "cpu", "--stock", "graph", *short, "--budget", "0", "--out", str(out)])
     assert json.loads(out.read_text())["demands"][0]["left"].startswith("no time")
 
 
@@ -249,12 +294,13 @@ def test_one_call_compares_both_servers_under_every_demand_and_overload(tmp_path
         "--overload",
         "2",
     ]
-    load.main(["--model", "tiny", "--device", "cpu", *short, "--out", str(out), "--traces", str(tmp_path)])
+    load.main(["--model", "tiny", "--device", "cpu", "--stock", "graph", *short, "--out", str(out), "--traces", str(tmp_path)])
     found = json.loads(out.read_text())
     assert [row["demand"]["chunks_hz"] for row in found["demands"]] == [5.0, 4.0]
     for row in found["demands"]:
-        for server in ("deadline_limited", "single_flight"):
+        assert set(row["robots_over"]) == {"single_flight", "single_flight_stock_torch"}
+        for server in ("deadline_limited", *row["robots_over"]):
             assert row[server]["largest"]["robots"] >= 1
             assert row[server]["overload"]["2"]["goodput_kept"] > 0
             assert isinstance(row[server]["overload"]["2"]["refused"], dict)
-    assert len(list(tmp_path.glob("load_*_trace.jsonl"))) == 4
+    assert len(list(tmp_path.glob("load_*_trace.jsonl"))) == 6
