@@ -25,7 +25,7 @@ from world_arguments import add_place, place_of
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
-from stretto.deploy.world_rig import Rig
+from stretto.deploy.world_rig import Rig, host_s
 from stretto.deploy.world_trial import NOISE, START_S, Entry, Script, figures, needed_s
 from stretto.deploy.worlds import TINY, config_of
 from stretto.sched.batching import worthwhile_cap
@@ -188,7 +188,9 @@ def bench_of(
     sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
     case = WorldCase(tuple(devices), mode, args.workers, streams, profile_n=10, batches=(1, 4), sustained_s=sustained_s)
     same = last is not None and last.config == config and last.case.devices == case.devices
-    bench = last if same and last is not None else WorldBench(config, case)
+    bench = last if same and last is not None else WorldBench(config, replace(case, streams=1))
+    if mode == "graph" and bench is not last:
+        bench.profile = replace(bench.profile, host_s=round(bench.profile.host_s + host_s(bench), 6))
     bench.case = case
     # Greedy means: whatever waits.
     bench.profile = replace(bench.profile, max_batch=4 if part.startswith("seed") else 16)

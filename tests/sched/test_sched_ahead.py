@@ -84,6 +84,14 @@ def test_on_a_gpu_a_chunk_waits_for_its_next_stage_from_the_launch_of_the_last_a
     assert order["CPU"][:3] == ["first", "second", "first"]
 
 
+def test_what_the_host_takes_shows_where_a_device_waits_for_it_and_hides_behind_queued_launches() -> None:
+    profile = replace(toy(4, 1, fixed_s=0.1), host_s=0.01, host_stage_s=0.002)
+    for ahead, seen in ((0, 4), (1, 1)):  # of four pieces; the first has nothing to hide behind
+        plan = replace(whole(profile, pool(1)[0], quantum=1), in_flight=1, ahead=ahead)
+        outcome = Simulation({"m": Load(plan, profile)}, [StreamRun("s", "m", chunks=3)]).run(math.inf)
+        assert outcome.streams[0].responses_s()[0] == pytest.approx(profile.work_s + seen * 0.012)
+
+
 def test_a_simulation_launches_as_far_ahead_as_the_plan_says() -> None:
     profile = toy(2, 4, fixed_s=0.1, per_row_s=0.001)
     plan = replace(whole(profile, pool(1)[0], quantum=1, batch_cap=2), in_flight=2, dispatch="oldest_chunk_first")

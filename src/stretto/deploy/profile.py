@@ -99,9 +99,9 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        seconds, launch, own = _stage_times(model, device, mode, batch, options)
-        launches.append(launch)
-        for name, s in seconds.items():
+        found, own = _stage_times(model, device, mode, batch, options)
+        launches.append(found)
+        for name, s in found.seconds.items():
             times.setdefault(name, []).append((batch, s))
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated(device) - own)
@@ -119,16 +119,26 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         memory_bytes=_memory_of(device),
         reserved_bytes=peak + _common_bytes(model),
         chunk_bytes=sum(spec.nbytes for spec in model.values.values()),
-        launch_s=round(min(launches), 9),
+        launch_s=round(min(some.launch_s for some in launches), 9),
+        host_s=round(launches[0].host_s, 9),
+        host_stage_s=round(launches[0].host_stage_s, 9),
         max_batch=max(options.batches),
         facts=facts_of(config) if isinstance(config, WanConfig) else {},
     )
 
 
-def _stage_times(
-    model: Model, device: torch.device, mode: Mode, batch: int, options: ProfileOptions
-) -> tuple[dict[str, float], float, int]:
-    """Return (seconds of every stage or group, seconds of a launch, bytes of the bench's own storage) at a batch size."""
+@dataclass(frozen=True)
+class _Found:
+    """Seconds of every stage or group, of a launch, and of the host that launches, for each launch and each stage in it."""
+
+    seconds: dict[str, float]
+    launch_s: float = 0.0
+    host_s: float = 0.0
+    host_stage_s: float = 0.0
+
+
+def _stage_times(model: Model, device: torch.device, mode: Mode, batch: int, options: ProfileOptions) -> tuple[_Found, int]:
+    """Return what was found at a batch size, and the bytes of the bench's own storage."""
     config, built = getattr(model, "config", None), model
     chunk = -(-config.window_frames // config.frames_per_chunk) if isinstance(config, WanConfig) else 0
     bench = Bench(model, device, mode, batch, chunk=chunk)
@@ -137,11 +147,13 @@ def _stage_times(
     bench.fill(seed=batch)
     own = bench.arenas.nbytes + sum(p.nbytes for p in model.module.parameters())
     step = _step(model) if options.sustained_s else ()
-    seconds, launch = _under_load(bench, step, options.sustained_s) if step else ({}, 0.0)
+    loaded = _under_load(bench, step, options.sustained_s) if step else _Found({})
     order = tuple(dict.fromkeys(v.stage for v in model.route.visits))
-    alone = {name: members for name, members in _groups(order).items() if name not in seconds}
-    found, once = _alone(bench, alone, options)
-    return seconds | found, launch if step else once, own
+    alone = {name: members for name, members in _groups(order).items() if name not in loaded.seconds}
+    found = _alone(bench, alone, options)
+    if step:
+        return replace(loaded, seconds=loaded.seconds | found.seconds), own
+    return found, own
 
 
 def _step(model: Model) -> tuple[str, ...]:
@@ -149,14 +161,14 @@ def _step(model: Model) -> tuple[str, ...]:
     return next((stages for stages, _ in passes_of(model.route.visits) if any(s[-1].isdigit() for s in stages)), ())
 
 
-def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> tuple[dict[str, float], float]:
+def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> _Found:
     """Time a whole step and each kind of its stages in turn; what they take alone beyond the step is their launches."""
     groups = _groups(step)
     whole = _segments(bench.model, tuple(step))
     turns = [pair for members in groups.values() for pair in (whole, _segments(bench.model, members[:1]))]
     times = bench.in_turn(turns, _lengths(bench.model), seconds=seconds)
-    together = Times(tuple(ms for some in times[::2] for ms in some.ms)).mean / 1e3
-    each = {name: some.p50 / 1e3 for name, some in zip(groups, times[1::2], strict=True)}
+    together = Times(tuple(ms for some in times[::2] for ms in some.device.ms)).mean / 1e3
+    each = {name: some.device.p50 / 1e3 for name, some in zip(groups, times[1::2], strict=True)}
     over = sum(each[name] * len(members) for name, members in groups.items()) - together
     launch = max(0.0, over / max(1, len(step) - 1))
     found = {name: max(s - launch, 0.1 * s) for name, s in each.items()}
@@ -164,11 +176,14 @@ def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> tuple[dict
     numbered = max(groups, key=lambda name: len(groups[name]))
     others = sum(s for name, s in found.items() if name != numbered)
     found[numbered] = max(0.1 * each[numbered], (together - launch - others) / len(groups[numbered]))
-    return found, launch
+    one, all_ = (some.host.p50 / 1e3 for some in (times[2 * list(groups).index(numbered) + 1], times[0]))
+    host_stage = max(0.0, (all_ - one) / max(1, len(step) - 1)) if bench.device.type == "cuda" else 0.0
+    host = max(0.0, one - host_stage) if bench.device.type == "cuda" else 0.0
+    return _Found(found, launch, host, host_stage)
 
 
-def _alone(bench: Bench, groups: Mapping[str, tuple[str, ...]], options: ProfileOptions) -> tuple[dict[str, float], float]:
-    """Time stages one launch at a time; returns their seconds and those of a launch."""
+def _alone(bench: Bench, groups: Mapping[str, tuple[str, ...]], options: ProfileOptions) -> _Found:
+    """Time stages one launch at a time."""
 
     def time(stages: tuple[str, ...]) -> float:
         segment, starts = _segments(bench.model, stages)
@@ -188,7 +203,7 @@ def _alone(bench: Bench, groups: Mapping[str, tuple[str, ...]], options: Profile
     for name, members in groups.items():
         if len(members) == 1:
             seconds[name] = max(seconds[name] - launch, 0.1 * seconds[name])
-    return seconds, launch
+    return _Found(seconds, launch)
 
 
 def _segments(model: Model, stages: tuple[str, ...]) -> tuple[Segment, Sequence[int]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from stretto.core.plan import Plan
 from stretto.deploy.world_bench import WorldBench, free
+from stretto.deploy.world_plans import plan_of
 from stretto.deploy.world_trial import NOISE, Script, Track, play, share_of, simulated
 from stretto.runtime.engine import Stream
 from stretto.sched.sim_state import Weather
@@ -102,17 +105,17 @@ class Rig:
         # At least once: devices are measured under load, which lowers their clocks.
         for _ in range(0 if self._warm else _REHEARSALS):
             before = engine.captures
-            play(engine, script, bench.feed, bench.first_chunk, self._prepare, share=share_of(script))
+            play(engine, script, bench.feed, bench.first_chunk, self.prepare, share=share_of(script))
             if engine.captures == before:
                 break
         self._warm = True
         before = engine.captures
-        tracks = play(engine, script, bench.feed, bench.first_chunk, self._prepare)
+        tracks = play(engine, script, bench.feed, bench.first_chunk, self.prepare)
         weather = Weather(noise=NOISE, slow=bench.slow)
         expected = simulated(bench.profile, engine.plan, script, weather, slots=self._slots)
         return Run(script, tracks, expected, engine.captures, engine.captures - before, engine.carriage)
 
-    def _prepare(self, stream: Stream) -> None:
+    def prepare(self, stream: Stream) -> None:
         spec = self.engine.model.conditions["context"]
         stream.set_condition("context", torch.randn(spec.shape).to(getattr(torch, spec.dtype)))
 
@@ -120,6 +123,37 @@ class Rig:
         self.engine.close()
         del self.engine
         free()
+
+
+def host_s(bench: WorldBench, chunks: int = 6) -> float:
+    """Return what the host takes, launches apart, before an idle device starts on a chunk that comes from elsewhere; median.
+
+    One chunk at a time goes round all devices, so that every launch finds its device idle. What its response takes beyond
+    device times, which hold the launches, and copies is shared out over its arrivals.
+
+    Raises:
+        StrettoError: if the engine cannot start.
+    """
+    name = "by_block" if len(bench.case.devices) > 1 else "serial"
+    plan = replace(plan_of(name, bench.profile, bench.case.devices, bench.case.mode), in_flight=1)
+    stops = [a.device != b.device for a, b in itertools.pairwise(plan.placements("default"))]
+    stage = bench.profile.stages[max(bench.profile.stages, key=lambda s: bench.profile.stages[s].crossing_bytes)]
+    copies_s = sum(stops) * bench.profile.links["peer"].seconds(stage.crossing_bytes)
+    rig = Rig(bench, plan)
+    found = []
+    try:
+        stream = rig.engine.open()
+        rig.prepare(stream)
+        for turn in range(chunks + 2):
+            index = bench.first_chunk + turn
+            begin_s = time.monotonic()
+            chunk = stream.submit(bench.feed(0, index), chunk=index).result()
+            took_s = time.monotonic() - begin_s
+            found.append((took_s - sum(chunk.device_ms.values()) / 1e3 - copies_s) / (1 + sum(stops)))
+        stream.close()
+    finally:
+        rig.close()
+    return max(0.0, statistics.median(found[2:]))
 
 
 def run(bench: WorldBench, plan: Plan, script: Script) -> Run:

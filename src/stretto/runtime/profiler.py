@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,13 @@ class Times:
         return self.quantile(0.99)
 
 
+class InTurn(NamedTuple):
+    """What launches took of the device, and of the host that launched them."""
+
+    device: Times
+    host: Times
+
+
 def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: int, n: int) -> Times:
     """Time `run(i)` by the device's clock, one call at a time; synchronises after each."""
     for i in range(warmup):
@@ -63,7 +71,9 @@ def time_on_device(run: Callable[[int], None], device: torch.device, *, warmup: 
     return Times(tuple(samples))
 
 
-def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *, seconds: float, ahead: int = 3) -> list[Times]:
+def time_in_turn(
+    runs: Sequence[Callable[[int], None]], device: torch.device, *, seconds: float, ahead: int = 3
+) -> list[InTurn]:
     """Time `run(turn)` of each in turn by the device's clock, launched one behind the other.
 
     The second half of `seconds` counts: a device under load draws all the power that it may, and its clock falls, so what is
@@ -73,12 +83,14 @@ def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *,
     """
     under_way: deque[tuple[int, Stamp, Stamp, float]] = deque()
     samples: list[list[float]] = [[] for _ in runs]
+    on_host: list[list[float]] = [[] for _ in runs]
     start_s = time.monotonic()
     turn = 0
     while time.monotonic() - start_s < seconds or min(len(some) for some in samples) < 3:
         for i, run in enumerate(runs):
-            begin = Stamp(device)
+            begin, begin_s = Stamp(device), time.perf_counter()
             run(turn)
+            on_host[i].append((time.perf_counter() - begin_s) * 1e3)
             under_way.append((i, begin, Stamp(device), time.monotonic() - start_s))
             if len(under_way) > ahead:
                 which, begin, end, at_s = under_way.popleft()
@@ -87,7 +99,7 @@ def time_in_turn(runs: Sequence[Callable[[int], None]], device: torch.device, *,
                     samples[which].append(end.ms_since(begin))
         turn += 1
     under_way[-1][2].wait()
-    return [Times(tuple(some)) for some in samples]
+    return [InTurn(Times(tuple(a)), Times(tuple(b))) for a, b in zip(samples, on_host, strict=True)]
 
 
 class Bench:
@@ -151,7 +163,7 @@ class Bench:
 
     def in_turn(
         self, segments: Sequence[tuple[Segment, Sequence[int]]], lengths: Mapping[str, int], *, seconds: float
-    ) -> list[Times]:
+    ) -> list[InTurn]:
         """Time segments, each with the visits at which rows stand, in turn and launched one behind the other."""
         with self._current():
             runs = [self.runner(segment, lengths, starts) for segment, starts in segments]

@@ -72,6 +72,8 @@ class SimDevice:
     ahead: int = 0
     prompt: bool = False
     """Whether its host goes on as soon as a batch is launched: chunks then wait for their next turn here from that time."""
+    host: list[float] = field(default_factory=list)
+    """Kind -> what its host takes to launch it, before an idle device starts."""
     queued: int = 0
     """Batches that were launched and are not done."""
     free_s: float = 0.0
@@ -179,6 +181,8 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> De
                 if (model, signature) not in device.kinds:
                     device.kinds[model, signature] = len(device.kinds)
                     device.costs.append(_costs(load, p.device, signature))
+                    host_s = load.profile.host_s + load.profile.host_stage_s * len(signature)
+                    device.host.append(host_s if device.prompt else 0.0)
     for chip in chips.values():
         _interfere(chip, loads)
     plans = [load.plan for load in loads.values()]

@@ -208,7 +208,7 @@ class Simulation:
                 if not flow.held:
                     flow.held = True
                     device.chip.free -= 1
-        begin = max(now, device.free_s)
+        begin = max(now + device.host[kind], device.free_s)
         device.free_s = begin + seconds
         device.queued += 1
         device.busy = device.queued > device.ahead

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from stretto.core.plan import Device, Plan
 from stretto.sched.batching import worthwhile_cap
 from stretto.sched.cluster import Cluster, Placed, StreamSpec
+from stretto.sched.columns import Columns
 from stretto.sched.dispatch import ring_cap
 from stretto.sched.outcome import Outcome, quantile
-from stretto.sched.plans import of_ranks
+from stretto.sched.plans import of_ranks, quantum_of
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
 ORDERS = ("earliest_virtual_deadline_first", "first_come_first_served", "oldest_chunk_first")
+PIECE = 0.025
+"""Most time that a piece takes, as a share of the promised interval; an eighth of the model where that is less."""
 _GOLDEN = 0.6180339887498949  # spreads phases of any number of streams over the interval
 
 
@@ -102,6 +105,7 @@ def to_plans(
             used,
             ranks,
             kind=kind,
+            quantum=_quantum(profile, min(p.spec.interval_s for p in mine.values())),
             caps=caps,
             credits={n: credits[n] for n in mine},
             # Urgency by a chunk's own work, not by the promise: a generous promise would let it fall behind first.
@@ -109,6 +113,16 @@ def to_plans(
             dispatch=dispatch,
         )
     return plans
+
+
+def _quantum(profile: Profile, interval_s: float) -> int:
+    """Return after how many columns streams that share a device take turns.
+
+    A chunk waits for the piece that runs and, where launches are queued ahead, for one more.
+    """
+    columns = Columns.of(profile)
+    longest_s = max(work / passes for work, passes in zip(columns.work, columns.passes, strict=True))
+    return max(1, min(quantum_of(columns), int(PIECE * interval_s / longest_s))) if longest_s else quantum_of(columns)
 
 
 def simulate(
