@@ -101,6 +101,13 @@ cudaError_t prepare(const void* kernel, int bytes) {
     return e;
 }
 
+// Not set anew where it is so: a thread may be at work in a part of its device.
+cudaError_t set_device(int device) {
+    int now = -1;
+    const cudaError_t e = cudaGetDevice(&now);
+    return e != cudaSuccess || now == device ? e : cudaSetDevice(device);
+}
+
 struct Queue {
     cudaStream_t stream;
     cudaError_t error = cudaSuccess;
@@ -221,7 +228,7 @@ Call read(const int64_t* words) {
 // Both return null, or what went wrong.
 extern "C" const char* stretto_chain_prepare(int device) {
 #ifndef STRETTO_ON_HOST
-    cudaError_t e = cudaSetDevice(device);
+    cudaError_t e = set_device(device);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_qkv), QkvShape::BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_attention), ATTENTION_BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OutShape::BYTES);
@@ -260,7 +267,7 @@ extern "C" const char* stretto_chain_launch(int device, const int64_t* words, co
     const Call c = read(words);
 #ifndef STRETTO_ON_HOST
     Queue queue{static_cast<cudaStream_t>(stream)};
-    queue.error = cudaSetDevice(device);
+    queue.error = set_device(device);
     try {
         run(queue, c, reals);
     } catch (CUresult) {
