@@ -104,6 +104,17 @@ def test_under_load_the_stages_of_a_step_add_up_to_what_a_step_takes() -> None:
     assert said_s == pytest.approx(took_s, rel=0.6)  # other work on the machine comes and goes
 
 
+def test_codes_of_fp8_count_as_weights_of_their_block() -> None:
+    found = {}
+    for precision in ("dtype", "fp8-emulated"):
+        config = config_of("wan-tiny", blocks=2, window_frames=2, width=128, heads=2, dtype="bfloat16", precision=precision)
+        model = RandomWorld(config).on(["cpu"]).first
+        found[precision] = (
+            measure(model, CPU, "eager", ProfileOptions("wan-tiny", batches=(1,), n=1)).stage("block.0").weight_bytes
+        )
+    assert 1.3 < found["fp8-emulated"] / found["dtype"] < 1.6
+
+
 def test_some_blocks_stand_for_all() -> None:
     sample = RandomWorld(config_of("wan-tiny", blocks=3, window_frames=2)).on(["cpu"]).first
     whole = wan.build(config_of("wan-tiny", blocks=9, window_frames=2), device="meta")

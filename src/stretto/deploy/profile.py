@@ -263,11 +263,16 @@ def _stage_profile(model: Model, group: str, cost: BatchCost) -> StageProfile:
 
 
 def _weight_bytes(model: Model, name: str) -> int:
-    """Return the bytes of a stage's weights; where the model does not say whose they are, its first stage has them all."""
-    modules = getattr(model.stages[name], "modules", None)
+    """Return the bytes of a stage's weights, with the codes that stand beside them in FP8.
+
+    Where the model does not say whose they are, its first stage has them all.
+    """
+    stage = model.stages[name]
+    modules = getattr(stage, "modules", None)
     if modules is None:
         modules = (model.module,) if name == model.route.visits[0].stage else ()
-    return sum(p.nbytes for module in modules for p in module.parameters())
+    codes: int = getattr(getattr(stage, "products", None), "nbytes", 0)
+    return codes + sum(p.nbytes for module in modules for p in module.parameters())
 
 
 def _common_bytes(model: Model) -> int:

@@ -160,9 +160,10 @@ class WorldBench:
         chunks = 2 * plan.batch_cap(device) * max(1, self.case.streams) + plan.in_flight
         weights = sum(self.profile.stage(s).weight_bytes for s in stages)
         blocks = sum(self.profile.stage(s).weight_bytes for s in stages if s.startswith("block."))
-        coded = {} if self.config.precision == "dtype" else {"coded_weight_bytes": blocks // 2}
+        # The profile charges a block with both; codes take half of what they are of.
+        coded = {} if self.config.precision == "dtype" else {"coded_weight_bytes": blocks // 3}
         return {
-            "weight_bytes": weights,
+            "weight_bytes": weights - sum(coded.values()),
             **coded,
             "state_bytes": sum(slots[pool] * spec.nbytes for pool, some in state.items() for spec in some.values()),
             "value_bytes": (chunks + 1) * self.profile.chunk_bytes,
