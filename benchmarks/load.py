@@ -8,7 +8,8 @@ actions are back at the robot within the deadline, counted from the observation,
 that is refused, superseded or late is a miss, and so is a beat that passed while a robot waited for the answer to another.
 `--demand [N*]CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][+...][@PRECISION][=ROBOTS/...]` may be said more than once. With +
 robots of several kinds stand side by side, N of the first, then those of the next, in turn; without @ each precision is run,
-all servers always in the same; numbers of robots to begin the search with are those of our server, the other, stock torch.
+all servers always in the same; numbers of robots to begin the search with are those of our server, the other, stock torch,
+of which those without a number are left out.
 Robots start at random phases and their periods jitter. `closed` robots wait for an answer before they observe again, `open`
 ones observe on schedule whatever happened, so that a deadline may exceed the period.
 
@@ -182,13 +183,15 @@ class Bench:
         servers = self.servers(precision)
         ours = servers[0]
         assert isinstance(ours, DeadlineAware)
-        found = [guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand)]
-        found += [guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in self._alone_ms[precision][1:]]
-        guesses = (*guesses, *found[len(guesses) :])[: len(servers)]
+        alone = self._alone_ms[precision]
+        guessed = [guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand)]
+        guessed += [guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in alone[1:]]
+        begin_with = guesses or tuple(guessed)
+        servers = servers[: len(begin_with)]
         search = Search(demand, self.inputs, o.seconds, o.confirm or 2 * o.seconds, o.most)
         factors = [float(f) for f in o.overload.split(",")]
         begin_s = time.perf_counter()
-        asked = compare(search, servers, guesses, factors, self.report, {"precision": precision})
+        asked = compare(search, servers, begin_with, factors, self.report, {"precision": precision})
         self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
         write_traces(asked, demand, self.model.config.action_horizon, o.traces, f"{precision}_{demand.loop}_")
 

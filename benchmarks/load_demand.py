@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fleet import Demand
 
-DEMANDS = ("10:5:100", "2:3:60+2:25:500", "10:5:200:open")
+DEMANDS = ("10:5:100", "2:25:50+3*2:25:500", "10:5:200:open")
 Kind = tuple[float, int, float, str]
 """Chunks/s, steps executed, deadline in ms, loop or ""."""
 

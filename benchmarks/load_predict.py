@@ -24,6 +24,7 @@ PEERS_MS = {
     "openpi, pi0 compiled": (29.6, "quoted for an H200, never measured here"),
 }
 """Milliseconds of one request, from tensors to tensors: what a server round it adds is left out, in their favour."""
+STOCK = "single_flight_stock_torch"
 SECONDS, DEADLINES = 6.0, 30
 """A trial lasts so long, and so many deadlines: a short one lets a queue grow that would be late in a longer one."""
 
@@ -70,6 +71,8 @@ def predict(row: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]
     ours = Case(plan, demand)
     own_ms = costs["single_flight_ms"]
     cases = {"deadline_limited": ours, "single_flight": Case(one_at_a_time(own_ms - 1e3 * HOST_S), demand, single=True)}
+    if (stock_ms := costs.get(f"{STOCK}_ms")) is not None:
+        cases[STOCK] = Case(one_at_a_time(stock_ms - 1e3 * HOST_S), demand, single=True)
     for name, (ms, _) in PEERS_MS.items():
         cases[name] = Case(one_at_a_time(ms), demand, single=True)
     seconds = max(SECONDS, DEADLINES * min(d.deadline_ms for d in demand.kinds) / 1e3)
@@ -86,7 +89,7 @@ def predict(row: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]
 def told(row: Mapping[str, Any]) -> str:
     """Return the row as a line: measured numbers of robots, then predicted ones."""
     p = row["predicted"]
-    servers = ("deadline_limited", "single_flight", "single_flight_stock_torch")
+    servers = ("deadline_limited", "single_flight", STOCK)
     measured = {n: row[n]["largest"]["robots"] for n in servers if n in row}
     robots = {n: v["largest"]["robots"] for n, v in p.items() if isinstance(v, dict)}
     ours = p["deadline_limited"]

@@ -43,7 +43,7 @@ class Search:
         return found, asked
 
     def largest(self, server: Server, guess: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]], list[Asked]]:
-        """Walk from a guess to where it fails, bisect, and confirm in a longer run.
+        """Walk from a guess to where it fails, bisect, and confirm that number and one more in longer runs.
 
         Returns the confirmed run (zero robots if none holds), all short ones, and what was asked in the confirmed one.
         """
@@ -68,11 +68,22 @@ class Search:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if holds(middle) else (low, middle)
-        for robots in range(low, 0, -1):
+        best, asked = self._confirmed(server, max(1, low))
+        return best, tried, asked
+
+    def _confirmed(self, server: Server, robots: int) -> tuple[dict[str, Any], list[Asked]]:
+        """Walk by ones in longer runs to the largest number that holds; `one_more` is what became of that."""
+        best: dict[str, Any] | None = None
+        above: dict[str, Any] | None = None
+        its: list[Asked] = []
+        while 1 <= robots <= self.most and (best is None or above is None):
             found, asked = self.trial(server, robots, self.confirm_s)
             if found["missed_worst_kind"] <= MISSES:
-                return found, tried, asked
-        return {"robots": 0, "missed": 0.0, "goodput_chunks_s": 0.0}, tried, []
+                best, its, robots = found, asked, robots + 1
+            else:
+                above, robots = found, robots - 1
+        best = best or {"robots": 0, "missed": 0.0, "goodput_chunks_s": 0.0}
+        return best | {"one_more": above}, its
 
 
 @dataclass
