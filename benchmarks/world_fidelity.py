@@ -234,6 +234,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=150.0, help="seconds; no case begins that would go beyond")
+    parser.add_argument("--first-share", type=float, default=0.5, help="of the budget, for the first model")
     parser.add_argument("--models", nargs="*", default=["wan2.1-1.3b", "wan2.2-5b"], choices=[*SPECS, TINY])
     parser.add_argument("--chunk-frames", type=int, default=1)
     parser.add_argument("--window", type=int, default=21)
@@ -261,7 +262,8 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     for i, model in enumerate(models):
-        until_s = began_s + args.budget * (i + 1) / len(models)
+        # What a model leaves of its share is the next one's.
+        until_s = began_s + args.budget * (1.0 if i + 1 == len(models) else args.first_share + i / len(models))
         changes = {"blocks": 8, "width": 128, "heads": 2} if model == TINY else {}
         config = config_of(
             model, frames_per_chunk=args.chunk_frames, window_frames=window, decoder="none", dtype=dtype, **changes
