@@ -164,9 +164,7 @@ class Bench:
             buckets = tuple(int(b) for b in o.buckets.split(","))
             ours = DeadlineAware(self.model, o.device, self.mode, prompt=self.prompt, plan=o.plan, cap=o.cap, buckets=buckets)
             servers: list[Server] = [ours, SingleFlight(self.model, o.device, self.mode, prompt=self.prompt)]
-            if o.stock != "none" and precision == "dtype":
-                with stock_torch(compiled=o.stock == "compiled"):
-                    servers.append(SingleFlight(self.model, o.device, self.mode, prompt=self.prompt, name=STOCK))
+            servers += self._stock(told) if precision == "dtype" else []
             self._servers[precision] = tuple(servers)
             self._alone_ms[precision] = [alone_ms(s, self.inputs) for s in servers]
             costs = {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()}
@@ -187,13 +185,27 @@ class Bench:
         guessed = [guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand)]
         guessed += [guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in alone[1:]]
         begin_with = guesses or tuple(guessed)
-        servers = servers[: len(begin_with)]
+        servers, begin_with = servers[: len(begin_with)], begin_with[: len(servers)]
         search = Search(demand, self.inputs, o.seconds, o.confirm or 2 * o.seconds, o.most)
         factors = [float(f) for f in o.overload.split(",")]
         begin_s = time.perf_counter()
         asked = compare(search, servers, begin_with, factors, self.report, {"precision": precision})
         self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
         write_traces(asked, demand, self.model.config.action_horizon, o.traces, f"{precision}_{demand.loop}_")
+
+    def _stock(self, told: dict[str, Any]) -> list[Server]:
+        """Make the server of stock torch, compiled if that is wanted and can be done; says which in `told`."""
+        o = self.options
+        for way in {"none": (), "graph": ("graph",), "compiled": ("compiled", "graph")}[o.stock]:
+            # The edge of what torch compiles: without it the others still run.
+            try:
+                with stock_torch(compiled=way == "compiled"):
+                    server = SingleFlight(self.model, o.device, self.mode, prompt=self.prompt, name=STOCK)
+                told["stock"] = way
+                return [server]
+            except Exception as error:
+                told[f"stock, {way}"] = f"{type(error).__name__}: {error}"[:600]
+        return []
 
     def close(self) -> None:
         for pair in self._servers.values():
