@@ -269,9 +269,7 @@ def main() -> None:
             model, frames_per_chunk=args.chunk_frames, window_frames=window, decoder="none", dtype=dtype, **changes
         )
         sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
-        case = WorldCase(
-            devices, mode, args.workers, STREAMS, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s
-        )
+        case = WorldCase(devices, mode, args.workers, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s)
         bench = WorldBench(config, case)
         if mode == "graph":
             bench.profile = replace(bench.profile, host_s=round(bench.profile.host_s + host_s(bench), 6))
