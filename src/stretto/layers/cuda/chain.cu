@@ -93,11 +93,9 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
 
 cudaError_t prepare(const void* kernel, int bytes) {
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-#ifdef STRETTO_OWN_SPLIT
-    return e;
-#endif
-    // All take the same split of the cache, or a multiprocessor would have to be empty before the next one may start there.
+#ifdef STRETTO_ONE_SPLIT
     if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+#endif
     return e;
 }
 

@@ -23,7 +23,7 @@ from stretto.layers.kernels.stream import Stream, open_stream
 from stretto.layers.tuning import Config, Key, Tunable, choices, tuned
 
 OP = "expert_layers"
-CHAINED_UNTIL = 0
+CHAINED_UNTIL = 1
 """Up to this many batch rows the chain runs at a shape that no table knows."""
 
 
