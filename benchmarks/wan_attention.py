@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels import chunk_attention as chosen
-from stretto.layers.kernels import level_norm, ring_hopper
+from stretto.layers.kernels import level_norm
 from stretto.layers.kernels.language import block_of
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits, ring_attention
 from stretto.layers.tuning import Config, Entry, Table, device_name, dtype_name, tunables, tuned
@@ -154,11 +154,6 @@ def quick_rows(
             time.sleep(pause_s)
         run = functools.partial(chosen.chunk_attention, *tensors, places, choice)
         yield measure(name, run, case, tensors), choice._asdict()
-    if ring_hopper.takes(*tensors):
-        cut = RingTiling(splits[0], 128, 128, 4, 2)
-        run = functools.partial(ring_hopper.ring_hopper, *tensors, places.slots_B, cut, turns=True)
-        time.sleep(pause_s)
-        yield measure(f"hopper in turns, {cut.splits}", run, case, tensors), None
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, places: chosen.Places) -> Tensor:

@@ -59,6 +59,8 @@ class Timing:
     sensors: Sensors
     samples: int
     sustained_s: float
+    beside: bool = False
+    """Also with cuDNN's attention, where ours is chosen."""
 
     def graph(self, run: Run) -> Run:
         """Return a replay of a run; on a device without graphs the run itself."""
@@ -81,7 +83,7 @@ def block_row(model: WanModel, rows_count: int, timing: Timing, stock: bool) -> 
     row["target_ms"] = TARGET_MS.get((config.name, config.frames_per_chunk)) if rows_count == 1 else None
     runs = {"ours": timing.graph(bind(model, "block.0", rows, VISITS))}
     rule, shape = chosen.choose, Shape(rows_count, rows.get("h").shape[1], WINDOW * config.tokens_per_frame, config.heads, 128)
-    if rule(shape, rows.get("h")).method == "hopper":
+    if timing.beside and rule(shape, rows.get("h")).method == "hopper":
         chosen.choose = lambda shape, q: chosen.by_rule(shape, chosen.H200_PROCESSORS)
         try:
             runs["cudnn attention"] = timing.graph(bind(model, "block.0", rows, VISITS))
@@ -210,6 +212,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4])
     parser.add_argument("--frames", nargs="*", type=int, default=[1, 3], help="the first with the stock block and kernels")
     parser.add_argument("--stock", action="store_true", help="beside ours the block of plain torch, compiled")
+    parser.add_argument("--ahead", action="store_true", help="compile the stock blocks side by side before anything else")
+    parser.add_argument("--beside", action="store_true", help="beside ours the block with cuDNN's attention")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--samples", type=int, default=5, help="rested ones; a third of it for all but the first chunk length")
     parser.add_argument("--sustained", type=float, default=1.2, help="seconds of launches in a row")
@@ -269,13 +273,14 @@ def main() -> None:
             records.append({"case": what, "error": f"{type(error).__name__}: {error}"[:400]})
             print(json.dumps(records[-1]), flush=True)
 
-    if args.stock and len(names) > 1:
+    if args.ahead and args.stock:
         compile_ahead(names, args.frames[0])
     sensors = Sensors(device)
     with torch.inference_mode():
         for frames, name in itertools.product(args.frames, names):
             main_case = frames == args.frames[0]
-            timing = Timing(device, sensors, args.samples if main_case else -(-args.samples // 3), args.sustained)
+            samples = args.samples if main_case else -(-args.samples // 3)
+            timing = Timing(device, sensors, samples, args.sustained, args.beside)
             counts = args.rows if main_case else args.rows[:1]
             config, profiled = sized(name, frames), main_case and not args.no_profile
             keep(

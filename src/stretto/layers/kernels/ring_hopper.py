@@ -1,9 +1,9 @@
 """Attention over full rings for Hopper, with the products and the softmax side by side.
 
 One warp brings keys and values through shared memory; two groups of four warps have 64 queries each. A group asks for the
-scores of the next keys, then for the weighted values of the last ones, and works on the softmax while the tensor cores have
-the second product; the other group fills what is left. Triton's own compiler waits for the scores first, so this is written
-in Gluon, which leaves the waits to the author.
+scores of the next keys, then for the weighted values of the last ones, hands the tensor cores to the other group and works on
+the softmax meanwhile. Triton's own compiler waits for the scores first, so this is written in Gluon, which leaves the waits to
+the author.
 
 Shape legend: B rows, N query tokens, H heads, d head size, S state slots, P arena tokens, Z splits.
 """
@@ -118,7 +118,6 @@ def _attend(
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
-    TURNS: gl.constexpr,
 ) -> None:
     """Attend QUERIES queries to `count` blocks of keys, of whose first only `left` keys count, and store the result."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -141,13 +140,12 @@ def _attend(
         stage, turn = i % STAGES, i // STAGES
         before = (i - 1) % STAGES
         mbarrier.wait(k_full.index(stage), turn & 1)
-        if TURNS:  # the tensor cores go to one group after the other, so that the softmax of one runs beside products of both
-            mbarrier.wait(order.index(GROUP), (i & 1) ^ GROUP)
+        # The tensor cores go to one group after the other, so that the softmax of one runs beside the products of both.
+        mbarrier.wait(order.index(GROUP), (i & 1) ^ GROUP)
         k = k_buf.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
         s = warpgroup_mma(q_buf, k, empty, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, v_buf.index(before).reshape([KEYS, HEAD_DIM]), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(order.index(1 - GROUP))
+        mbarrier.arrive(order.index(1 - GROUP))
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_free.index(stage))
         weights, added, top, shrink = _soften(s, top, scale, False, left)
@@ -182,12 +180,11 @@ def _skip(
     order: gl.tensor,
     count: gl.tensor,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ) -> None:
     """Let every block pass: no query of this group is there."""
     for i in range(count):
         stage, turn = i % STAGES, i // STAGES
-        if TURNS and i > 0:
+        if i > 0:
             mbarrier.wait(order.index(1), (i & 1) ^ 1)
             mbarrier.arrive(order.index(0))
         mbarrier.wait(k_full.index(stage), turn & 1)
@@ -220,15 +217,14 @@ def _second(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
-    TURNS: gl.constexpr,
 ) -> None:
     if row < tokens:
         _attend(
             q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free, order,
-            out, lse, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 1, TURNS,
+            out, lse, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 1,
         )  # fmt: skip
     else:
-        _skip(k_full, k_free, v_full, v_free, order, count, STAGES, TURNS)
+        _skip(k_full, k_free, v_full, v_free, order, count, STAGES)
 
 
 @_jit
@@ -248,7 +244,6 @@ def _ring_hopper_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
-    TURNS: gl.constexpr,
 ) -> None:
     # Tiles of queries come first in the grid, so that those that run at once read the same keys.
     tile, split, splits = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
@@ -287,12 +282,12 @@ def _ring_hopper_kernel(
         [
             (_attend, (
                 q_buf.index(0), k_buf, v_buf, q_full.index(0), k_full, k_free, v_full, v_free, order,
-                part, sums, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 0, TURNS,
+                part, sums, row, tokens, line_stride, count, left, scale, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 0,
             )),
             (_second, (
                 q_buf.index(1), k_buf, v_buf, q_full.index(1), k_full, k_free, v_full, v_free, order,
                 part, sums, row + QUERIES, tokens, line_stride, count, left, scale,
-                HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, TURNS,
+                HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT,
             )),
             (_bring, (
                 q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free,
@@ -317,9 +312,7 @@ def takes(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor) -> bool:
     return dense and alike and q_BNHd.shape[-1] == HEAD_DIM and runs_on(q_BNHd.device.type, q_BNHd.device.index)
 
 
-def ring_hopper(
-    q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor, tiling: RingTiling, *, turns: bool = False
-) -> Tensor:
+def ring_hopper(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor, tiling: RingTiling) -> Tensor:
     """Attend row b to all P tokens of slot slots_B[b] (int64); the call must be one that the kernel takes.
 
     Of the tiling `splits`, `block_n` and `stages` count. The splits need not be even. Returns [B, N, H, d].
@@ -332,7 +325,7 @@ def ring_hopper(
         _described(k_SPHd.view(*k_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
         _described(v_SPHd.view(*v_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
         slots_B, part, lse, tokens, arena_tokens, head_dim**-0.5 * LOG2_E, heads,
-        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages, SPLIT=splits > 1, TURNS=turns,
+        HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages, SPLIT=splits > 1,
         num_warps=4,
     )  # fmt: skip
     return part[:, 0] if splits == 1 else join_splits(part, lse)
