@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from stretto.core.plan import Mode
-from stretto.deploy.world_bench import resolve
+from stretto.deploy.world_bench import WorldBench, resolve
+from stretto.deploy.world_rig import host_s
+from stretto.sched.profile import Profile
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +22,17 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
     parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--out", type=Path)
+
+
+def with_hand_overs(bench: WorldBench) -> Profile:
+    """Return the bench's profile with what hand-overs cost on this host added to its launches; as it is where that fails."""
+    try:
+        found_s = host_s(bench)
+    except Exception as error:  # the figures that follow are worth more than this one
+        print(f"# hand-overs were not timed: {type(error).__name__}: {error}", flush=True)
+        return bench.profile
+    print(f"# a hand-over takes {found_s * 1e3:.3f} ms, a launch {bench.profile.host_s * 1e3:.3f} ms of the host", flush=True)
+    return replace(bench.profile, host_s=round(bench.profile.host_s + found_s, 6))
 
 
 def place_of(args: argparse.Namespace, on_cpu: int) -> tuple[tuple[str, ...], Mode, str]:

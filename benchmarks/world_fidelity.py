@@ -23,14 +23,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from world_arguments import add_place, place_of
+from world_arguments import add_place, place_of, with_hand_overs
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.profile import ProfileOptions, profile_world
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_plans import plan_of
-from stretto.deploy.world_rig import host_s, run
+from stretto.deploy.world_rig import run
 from stretto.deploy.world_trial import NOISE, Entry, Script, comparison, needed_s, pooled, simulated
 from stretto.deploy.worlds import TINY, config_of
 from stretto.models.wan_config import SPECS
@@ -272,7 +272,7 @@ def main() -> None:
         case = WorldCase(devices, mode, args.workers, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s)
         bench = WorldBench(config, case)
         if mode == "graph":
-            bench.profile = replace(bench.profile, host_s=round(bench.profile.host_s + host_s(bench), 6))
+            bench.profile = with_hand_overs(bench)
         result["profiles"].append(json.loads(bench.profile.to_json()))
         result["slow"].append(bench.slow)
         print(f"# {model}: profiled after {time.monotonic() - began_s:.1f} s", flush=True)

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from world_arguments import add_place, place_of
+from world_arguments import add_place, place_of, with_hand_overs
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_bench import WorldBench, WorldCase
-from stretto.deploy.world_rig import Rig, host_s
+from stretto.deploy.world_rig import Rig
 from stretto.deploy.world_trial import NOISE, START_S, Entry, Script, figures, needed_s
 from stretto.deploy.worlds import TINY, config_of
 from stretto.sched.batching import worthwhile_cap
@@ -190,7 +190,7 @@ def bench_of(
     same = last is not None and last.config == config and last.case.devices == case.devices
     bench = last if same and last is not None else WorldBench(config, replace(case, streams=1))
     if mode == "graph" and bench is not last:
-        bench.profile = replace(bench.profile, host_s=round(bench.profile.host_s + host_s(bench), 6))
+        bench.profile = with_hand_overs(bench)
     bench.case = case
     # Greedy means: whatever waits.
     bench.profile = replace(bench.profile, max_batch=4 if part.startswith("seed") else 16)
