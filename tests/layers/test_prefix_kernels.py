@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels import gemm, hopper_geglu, linear_ada_rms_norm, linear_layer_norm, linear_rope
+from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
 from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.fp8_activation import to_fp8
-from stretto.layers.kernels.fp8_linear import fp8_linear_geglu
 from stretto.layers.kernels.layer_norm import add_layer_norm, launch_affine
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
@@ -118,23 +117,6 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("rows", [1, 130, 1000])
-def test_a_gated_product_with_epilogues_beside_products(rows: int) -> None:
-    x, weight = normal(rows, 320), normal(1024, 320, seed=1) / 16
-    if not hopper_geglu.takes(x, weight):
-        pytest.skip("needs Hopper and Triton's Gluon")
-    got = hopper_geglu.hopper_geglu(x, weight, 4)
-    agree(got, linear_geglu.reference(x, weight))
-    assert torch.equal(got, hopper_geglu.hopper_geglu(x, weight, 8))
-    multiplier, scales = torch.full((1,), 40.0, device=DEVICE), (torch.tensor(0.02, device=DEVICE),) * 2
-    codes = [to_fp8(normal(n, 320, seed=s), multiplier) for n, s in ((rows, 2), (1024, 3))]
-    coded = hopper_geglu.hopper_geglu(codes[0], codes[1], 4, scales=scales, multiplier=multiplier)
-    want = fp8_linear_geglu.reference(codes[0], codes[1], scales, multiplier)
-    torch.testing.assert_close(coded.float(), want.float(), rtol=0.13, atol=0.5)  # one code
-
-
-@kernel_test
-@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
 @pytest.mark.parametrize("cut", [(64, 2), (32, 3)])
 def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, int]) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
@@ -182,6 +164,17 @@ def test_attention_written_in_e4m3_is_the_code_of_attention(masked: bool) -> Non
     plain = tma_attention(q, k, v, cut, slots_B=slots, mask_BN=mask)
     coded = tma_attention(q, k, v, cut, slots_B=slots, mask_BN=mask, multiplier=multiplier)
     assert torch.equal(coded.float(), to_fp8(plain, multiplier).float())
+
+
+@kernel_test
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_attention_over_a_slot_whose_first_keys_are_all_masked(size: int) -> None:
+    q, k, v = normal(2, 20, 4, size), normal(3, 150, 1, size, seed=1), normal(3, 150, 1, size, seed=2)
+    slots = torch.tensor([2, 1], device=DEVICE)
+    mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
+    mask[0, :70] = False
+    got = tma_attention(q, k, v, Tiling(32, 32, 4, 2), slots_B=slots, mask_BN=mask)
+    agree(got, prefix_attention.reference(q, k, v, slots, key_mask_BP=mask))
 
 
 @kernel_test

@@ -193,10 +193,12 @@ def run_prefix_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Run one choice over the keys of a slot; None is the rule."""
+    if choice is not None and choice["impl"] == "hopper" and not hopper.takes(q_BTHd, k_SPKd, v_SPKd):
+        choice = None
     choice = choice or prefix_rule(q_BTHd, k_SPKd, v_SPKd, mask_BP)
     if choice is not None and choice["impl"] == "tma":
         return tma.tma_attention(q_BTHd, k_SPKd, v_SPKd, tma.Tiling.of(choice), slots_B=slots_B, mask_BN=mask_BP, scale=scale)
-    if choice is not None and choice["impl"] == "hopper" and hopper.takes(q_BTHd, k_SPKd, v_SPKd):
+    if choice is not None and choice["impl"] == "hopper":
         cut = hopper.Tiling.of(choice)
         return hopper.hopper_attention(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, cut, scale=scale)
     if choice is not None and choice["impl"] == "cudnn":

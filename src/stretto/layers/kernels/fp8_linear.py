@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels import gemm, hopper_geglu
+from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
@@ -35,9 +35,9 @@ Scales = tuple[Tensor, Tensor]
 TMA_CAPABILITY = (9, 0)
 LARGE = (512, 1152)
 """Rows and inner width from which on the kernel won at every shape that was measured on an H200."""
-GEGLU_RULE, GELU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1), Tiling(128, 256, 128, 3, 8, 8, 1)
+GEGLU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1)
 PARTS = (1, 2, 4, 8, 16, 32)
-FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "hopper"), "parts": PARTS}
+FIELDS = {**gemm.FIELDS, "parts": PARTS}
 DENSE_FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt"), "algo": cublas_lt.CHOICES}
 
 
@@ -141,11 +141,9 @@ def _fused(
 def _run(
     choice: Config | None, x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, multiplier: Tensor, gated: bool
 ) -> Tensor:
-    choice = _rule(x, GEGLU_RULE if gated else GELU_RULE) if choice is None else choice
+    choice = (_geglu_rule(x) if gated else _gelu_rule(x, codes_NK)) if choice is None else choice
     if choice["impl"] == "triton":
         return _fused(x, codes_NK, bias_N, scales, multiplier, Tiling.of(choice), gated=gated)
-    if choice["impl"] == "hopper" and gated and hopper_geglu.takes(x, codes_NK):
-        return hopper_geglu.hopper_geglu(x, codes_NK, int(choice["group"]), scales=scales, multiplier=multiplier)
     if choice["impl"] == "lt":  # a GELU in the product's own epilogue
         return cublas_lt.matmul(
             x, codes_NK, int(choice["algo"]), bias_N=bias_N, gelu=True, scales=scales, multiplier=multiplier, dtype=E4M3
@@ -157,10 +155,16 @@ def _run(
     return out
 
 
-def _rule(x: Tensor, tiling: Tiling) -> Config:
+def _geglu_rule(x: Tensor) -> Config:
     large = x.numel() // x.shape[-1] >= LARGE[0] and x.shape[-1] >= LARGE[1]
     tma = x.is_cuda and torch.cuda.get_device_capability(x.device) >= TMA_CAPABILITY
-    return tiling.config if large and tma else {"impl": "cublas", "parts": 1}
+    return GEGLU_RULE.config if large and tma else {"impl": "cublas", "parts": 1}
+
+
+def _gelu_rule(x: Tensor, codes_NK: Tensor) -> Config:
+    """Take the product's own epilogue wherever it is, whatever the number of rows."""
+    own = gemm.on_hopper(x) and cublas_lt.takes(x, codes_NK)
+    return {"impl": "lt", "algo": 0} if own else {"impl": "cublas", "parts": 1}
 
 
 def run_geglu(choice: Config | None, x: Tensor, codes_2FK: Tensor, scales: Scales, multiplier: Tensor) -> Tensor:
@@ -195,9 +199,7 @@ def _candidates(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> l
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    groups = (8,) if key[0] < 7000 else (8, 16)
-    found: list[Config] = [{"impl": "hopper", "group": group} for group in groups if key[0] >= gemm.FEW_ROWS]
-    return [*found, *_candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])]
+    return _candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])
 
 
 def _gelu_candidates(key: Key) -> list[Config]:

@@ -141,11 +141,11 @@ def _valid(
 @_jit
 def _soften(s: gl.tensor, top: gl.tensor, scale: gl.tensor, valid: gl.tensor) -> gl.tensor:
     """Return weights, their sums, the new maxima and by how much older sums shrink; in base 2."""
-    s = gl.where(valid[None, :], s, -1.0e30)
+    # Infinite, so that a row whose first keys are all masked weighs them with 0 exactly.
+    s = gl.where(valid[None, :], s, float("-inf"))
     # A whole number: weights rounded under different tops then differ by powers of two alone, so results of all tilings agree.
     new_top = gl.maximum(top, gl.ceil(gl.max(s, 1) * scale))
     weights = gl.exp2(s * scale - new_top[:, None])
-    # Until its first valid key a row sums up ones; that key's shrink of 0 clears them.
     return weights, gl.sum(weights, 1), new_top, gl.exp2(top - new_top)
 
 
@@ -218,12 +218,10 @@ def _attend(
     last = (count - 1) % STAGES
     acc = warpgroup_mma(p, v_buf.index(last).reshape([KEYS, HEAD_DIM]), acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    # A row without any valid key gives zeros.
-    some = top > -1.0e28
-    share = gl.where(some, 1.0, 0.0)
     if not SPLIT:
-        share = share / total
-    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, result))[:, None]
+        # A row without any valid key gives zeros.
+        share = 1.0 / gl.where(total > 0.0, total, 1.0)
+        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, result))[:, None]
     if CODED:
         # Rounded as a tensor in between would be, so that the code is the same.
         acc = acc.to(k_buf.dtype).to(gl.float32) * gl.load(multiplier)
@@ -237,7 +235,7 @@ def _attend(
     if SPLIT:
         line = row + gl.arange(0, QUERIES, layout=gl.SliceLayout(1, scores))
         gl.store(tops + line, top, mask=line < rows)
-        gl.store(totals + line, gl.where(some, total, 0.0), mask=line < rows)
+        gl.store(totals + line, total, mask=line < rows)
 
 
 @_jit

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels import gemm, hopper_geglu
+from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference, gelu_tanh, gelu_tanh_reference
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Key, Tunable, tuned
@@ -72,10 +72,6 @@ def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
     if choice is None or choice["impl"] == "cublas":
         parts = 1 if choice is None else int(choice["parts"])
         return geglu(linear(x, weight_2FK)) if parts == 1 else _in_parts(x, weight_2FK, parts)
-    if choice["impl"] == "hopper" and hopper_geglu.takes(x, weight_2FK):
-        return hopper_geglu.hopper_geglu(x, weight_2FK, int(choice["group"]))
-    if choice["impl"] == "hopper":
-        return geglu(linear(x, weight_2FK))
     if choice["impl"] == "lt":
         return geglu(cublas_lt.matmul(x, weight_2FK, int(choice["algo"])))
     return gemm.gemm(x, weight_2FK, None, Tiling.of(choice), activation="geglu")
@@ -114,9 +110,8 @@ def _geglu_candidates(key: Key) -> list[Config]:
     if key[0] <= 1024:  # two programs a multiprocessor, and less height beyond the last row
         apart = ((64, 128, 64, 2, 4), (64, 128, 32, 4, 4), (128, 64, 64, 3, 4))
         own = [Tiling(128, 128, 64, 3, 8, 8, 1), *(Tiling(*cut, 8, 0) for cut in apart)]
-        return [*whole, {"impl": "hopper", "group": 8}, *(t.config for t in own)]
+        return [*whole, *(t.config for t in own)]
     groups = (8,) if key[0] < 7000 else (8, 16)
-    whole += [{"impl": "hopper", "group": group} for group in groups]
     own = [Tiling(128, 128, 64, stages, 8, group, 1) for stages in (3, 4) for group in groups]
     return [*whole, *(t.config for t in own)]
 
@@ -155,7 +150,7 @@ def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Te
 linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
 linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
 dense = FusedOp(dense_reference, dense_triton)
-_GEGLU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "hopper"), "parts": (1, 2, 4)}
+_GEGLU_FIELDS = {**gemm.FIELDS, "parts": (1, 2, 4)}
 _GELU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "lt", "triton")}
 TUNABLES = (
     Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),

@@ -39,7 +39,7 @@ def run(
     choice: Config | None, x: Tensor, weight_DK: Tensor, residual: Tensor, norm_weight_D: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """Run one choice; None is the rule."""
-    choice = choice or _rule(x, weight_DK, residual)
+    choice = choice or _rule(x, weight_DK)
     if choice["impl"] == "cublas":
         return add_rms_norm(linear(x, weight_DK), residual, norm_weight_D, eps)
     if choice["impl"] == "lt":
@@ -50,12 +50,10 @@ def run(
     return add_rms_norm(gemm.gemm(x, weight_DK, None, Tiling.of(choice)), residual, norm_weight_D, eps)
 
 
-def _rule(x: Tensor, weight_DK: Tensor, residual: Tensor) -> Config:
-    """Let a whole product add to the stream on Hopper: torch's own choice may be a split one, whose bits depend on the rows."""
-    summed = (
-        gemm.on_hopper(x) and residual.dtype == torch.float32 and residual.is_contiguous() and cublas_lt.takes(x, weight_DK)
-    )
-    return {"impl": "lt_sum", "algo": 0} if summed else {"impl": "cublas"}
+def _rule(x: Tensor, weight_DK: Tensor) -> Config:
+    """Take a whole product on Hopper: torch's own choice may be a split one, whose bits depend on the rows."""
+    whole = gemm.on_hopper(x) and cublas_lt.takes(x, weight_DK)
+    return {"impl": "lt", "algo": 0} if whole else {"impl": "cublas"}
 
 
 def _candidates(key: Key) -> list[Config]:

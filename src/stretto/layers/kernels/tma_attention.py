@@ -80,27 +80,27 @@ def _tma_attention_kernel(
     acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    # Masked scores are infinite: a large number, scaled and rounded once for the top and once fused with its subtraction, need
+    # not cancel, and a row whose first keys are all masked would then be no number.
     for first in tl.range(0, keys, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         k_tile = k.load([page, head, first, 0]).reshape(BLOCK_N, HEAD)
         scores = tl.dot(q_tile, k_tile.T)
         if MASKED:
             valid = tl.load(mask + b.to(tl.int64) * mask_b + key, mask=key < keys, other=0) != 0
-            scores = tl.where(valid[None, :], scores, -1.0e30)
+            scores = tl.where(valid[None, :], scores, float("-inf"))
         elif not EVEN:
-            scores = tl.where((key < keys)[None, :], scores, -1.0e30)
+            scores = tl.where((key < keys)[None, :], scores, float("-inf"))
         # A whole number, as in split_attention.
         new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale))
         weights = tl.exp2(scores * scale - new_top[:, None])
-        # Until its first valid key a row sums up ones; that key's shrink of 0 clears them.
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
         v_tile = v.load([page, head, first, 0]).reshape(BLOCK_N, HEAD)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None])
-    share = 1.0 / total
-    if MASKED:
-        share = tl.where(top > -1.0e28, share, 0.0)
+    # A row without any valid key gives zeros.
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)
     value = acc * share[:, None]
     if CODED:
         # Rounded as a tensor in between would be, so that the code is the same.
