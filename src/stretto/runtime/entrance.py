@@ -27,6 +27,9 @@ class Entrance:
 
     def come(self, stream: Stream, flow: Flow) -> list[Flow]:
         """Take a new chunk; returns those of the stream that enter now. Under the lock."""
+        if stream.slots is None and not stream.held and stream.in_flight < self._most(stream):
+            stream.in_flight += 1
+            return [flow]
         stream.held.append(flow)
         return self.enter(stream)
 

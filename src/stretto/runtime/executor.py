@@ -169,8 +169,9 @@ class Executor:
     def offer(self, flow: Flow) -> None:
         """Hand a chunk to this device; any thread, which may also launch it."""
         flow.ready_s = self._clock()  # the device may be busy for a while before it looks at its mail
-        lane = self._lanes[flow.placement.lane] if self._callers_launch else None
-        if not self._post(partial(self._desk.enqueue, flow), lane):
+        if self._callers_launch and self._drive(self._lanes[flow.placement.lane], flow):
+            return
+        if not self._post(partial(self._desk.enqueue, flow)):
             self._fail(flow, self._death())
 
     def offer_all(self, flows: Sequence[Flow]) -> None:
@@ -199,30 +200,46 @@ class Executor:
                 if not (self._callers_launch and self._drive(lane)):
                     self._mail.ring()
 
-    def _post(self, action: Callable[[], None], lane: Lane | None = None) -> bool:
-        """Ask for something; False if the device is gone. With a lane, the calling thread may do that lane's work."""
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Ask for something; False if the device is gone."""
         if not self._mail.put(action):
             return False
-        if lane is None or not self._drive(lane):
-            self._mail.ring()
+        self._mail.ring()
         return True
 
-    def _drive(self, lane: Lane) -> bool:
-        """Do a lane's work on the calling thread as far as it does not have to wait; False if the lane's thread is needed."""
+    def _drive(self, lane: Lane, flow: Flow | None = None) -> bool:
+        """Do a lane's work on the calling thread as far as it does not have to wait, with a chunk that has just come.
+
+        Returns False, and nothing is done, if another thread is at it or the device has stopped.
+        """
         if not self._started or not lane.driver.acquire(blocking=False):
             return False
         try:
             with lane.driving:
+                if not self._take(flow):
+                    return False
                 while self._fault is None and not lane.full:
                     batch = self._choose(lane)
                     if batch is None:
-                        return not self._lost and len(self._lanes) == 1
+                        if self._lost or len(self._lanes) > 1:
+                            break
+                        return True
                     self._launch(lane, batch)
         except Exception as error:  # the same edge as in `_loop`, whose thread is to tell
             self._fault = error
         finally:
             lane.driver.release()
-        return False
+        self._mail.ring()  # the lane's thread is needed
+        return True
+
+    def _take(self, flow: Flow | None) -> bool:
+        with self._turn:
+            self._mail.drain()
+            if self._mail.stopping:
+                return False
+            if flow is not None:
+                self._desk.enqueue(flow)
+            return True
 
     def row(self) -> PackedRow:
         """Return a row for the inputs of a chunk that will start here."""

@@ -55,7 +55,7 @@ class Finisher:
     ) -> None:
         """Make one. `together`: entered while chunks of one batch are handed over, so that what follows can share one too."""
         self._passed, self._clock, self._together = passed, clock, together
-        self._items: deque[tuple[Sequence[Flow], Mapping[str, Tensor] | None, Stamp]] = deque()
+        self._items: deque[tuple[Sequence[Flow], Mapping[str, np.ndarray] | None, Stamp]] = deque()
         self._wake = threading.Condition(threading.Lock())
         self._turn = threading.Lock()
         self._helpers = 0
@@ -65,7 +65,8 @@ class Finisher:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, flows: Sequence[Flow], outputs: Mapping[str, Tensor] | None, stamp: Stamp) -> None:
+    def put(self, flows: Sequence[Flow], outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> None:
+        """Take chunks that have left a device; outputs are on the host once it has reached the stamp."""
         with self._wake:
             self._items.append((flows, outputs, stamp))
             self._call_thread()
@@ -122,7 +123,7 @@ class Finisher:
             stamp.wait()
             with self._together() if len(flows) > 1 else nullcontext():
                 for i, flow in enumerate(flows):
-                    mine = None if outputs is None else {name: rows[i].numpy().copy() for name, rows in outputs.items()}
+                    mine = None if outputs is None else {name: rows[i, ...].copy() for name, rows in outputs.items()}
                     self._passed(flow, self._passage(flow, mine, stamp))
             return True
 
@@ -167,7 +168,7 @@ class Courier:
         if first.at == len(first.placements):
             outputs = {name: _to_host(values[name]) for name in self._outputs[first.route]}
             # Behind the copies: whoever has waited for it reads what they brought.
-            self._finisher.put(flows, outputs, Stamp(device))
+            self._finisher.put(flows, {name: rows.numpy() for name, rows in outputs.items()}, Stamp(device))
             return
         stamp = Stamp(device)
         link = self._links[first.placement.device]

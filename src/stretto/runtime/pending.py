@@ -19,11 +19,20 @@ class Answer(Future[Chunk]):
     def __init__(self, finisher: Finisher) -> None:
         super().__init__()
         self._finisher = finisher
+        self._chunk: Chunk | None = None
+
+    def set_result(self, result: Chunk) -> None:
+        self._chunk = result
+        super().set_result(result)
+
+    def settled(self) -> bool:
+        """Tell the same as `done`, without a lock where there is a chunk."""
+        return self._chunk is not None or self.done()
 
     def result(self, timeout: float | None = None) -> Chunk:
-        if timeout is None and not self.done():
-            self._finisher.help(self.done)
-        return super().result(timeout)
+        if timeout is None and not self.settled():
+            self._finisher.help(self.settled)
+        return self._chunk if self._chunk is not None else super().result(timeout)
 
 
 @dataclass
