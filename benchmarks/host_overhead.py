@@ -16,8 +16,7 @@ One robot asks again as soon as it has its chunk. The steps are timed at the bor
 
 `over_device_ms` is wall time less what events on the device say of the route: what the host adds. The first event is recorded
 before the launch, so a launch that is slower than the device is counted as the device's; `over_gpu_ms` is wall time less the
-median of launches that were queued while the device was busy, which leaves nothing out. `rehearsed` robots spend the time that
-the device takes on requests to a toy engine on the CPU: the difference is what it costs that caches have forgotten the way.
+median of launches that were queued while the device was busy, which leaves nothing out.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ from stretto.runtime.weights import LoadReport
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests/golden/lerobot"
 SETS = 16  # different inputs in turn
-REHEARSED: dict[Mode, tuple[str, ...]] = {"graph": ("rehearsed", "rehearsed, steps"), "eager": ()}
 
 
 class Marks:
@@ -107,35 +105,15 @@ def watched(engine: Engine, marks: Marks) -> Any:
 def run(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int, n: int, how: str) -> dict[str, Any]:
     """Ask `n` times. `how`: `plain`; `steps`, which also times the steps of the path and so costs some microseconds itself;
     `frozen`, without what was made so far in the sight of the garbage collector; `patient`, with a time limit, so that the
-    engine's own threads wait for the device; `rehearsed`, with the way of a request in the caches.
+    engine's own threads wait for the device.
     """
     if how == "frozen":
         gc.collect()
         gc.freeze()
     try:
-        with rehearsal() if how.startswith("rehearsed") else nullcontext() as meanwhile:
-            timeout = 60.0 if how == "patient" else None
-            return _run(engine, feed, prompt, n, steps=how.endswith("steps"), timeout=timeout, meanwhile=meanwhile)
+        return _run(engine, feed, prompt, n, steps=how == "steps", timeout=60.0 if how == "patient" else None)
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def rehearsal() -> Iterator[Callable[[], None]]:
-    """Return what goes the way of a request in a toy engine on the CPU."""
-    model = pi0.build(pi0.tiny()[0].config, device="cpu", dtype="float32")
-    prompt = model.config.tokenizer_max_length
-    shapes = {"batch": (1,), "prompt": (prompt,)}
-    with patch.object(Program, "_run_eagerly", lambda *_: None):
-        engine = Engine(model, whole(model.route, "cpu").with_shapes(shapes), callers_launch=True)
-        engine.warm()
-        stream, feed = engine.open(), feed_of(model, prompt)
-
-        def once() -> None:
-            stream.submit(feed[0], lengths={"prompt": prompt}).result()
-
-        yield once
-        engine.close()
 
 
 def _run(
@@ -146,7 +124,6 @@ def _run(
     *,
     steps: bool,
     timeout: float | None,
-    meanwhile: Callable[[], None] | None,
 ) -> dict[str, Any]:
     stream = engine.open()
     marks = Marks()
@@ -157,12 +134,7 @@ def _run(
         for i in range(n + n // 5):
             marks.at.clear()
             marks.mark("asked")
-            future = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt})
-            if meanwhile is not None:
-                until = marks.at["asked"] + (device[-1] if device else 2.0) / 1e3 - 5e-4
-                while time.perf_counter() < until:
-                    meanwhile()
-            chunk = future.result(timeout)
+            chunk = stream.submit(feed[i % len(feed)], lengths={"prompt": prompt}).result(timeout)
             marks.mark("got")
             if i < n // 5:
                 continue
@@ -217,9 +189,9 @@ def queued_ms(engine: Engine, feed: Sequence[dict[str, np.ndarray]], prompt: int
     return float(np.median(times))
 
 
-def policy_rows(model: Any, device: str, mode: Mode, small: bool, n: int) -> dict[str, Any]:
+def policy_rows(model: Any, device: str, mode: Mode, n: int) -> dict[str, Any]:
     """Time whole requests of a policy in this process, from pictures, state and prompt to actions, and its own steps."""
-    folder = GOLDEN / ("pi05_tiny" if small else "processors/pi05_quantiles")
+    folder = GOLDEN / "pi05_tiny"
     processor = PolicyProcessor.from_lerobot(folder, tokenizer=GOLDEN / "tokenizer", degenerate="hold")
     config = model.config
     limit = replace(processor.spec.prompt, token_limit=config.tokenizer_max_length)
@@ -277,7 +249,7 @@ def attempted(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def policy(result: dict[str, Any], model: Any, args: argparse.Namespace) -> None:
     mode: Mode = "eager" if args.device == "cpu" else "graph"
-    row = attempted(lambda: policy_rows(model, args.device, mode, args.small, args.n))
+    row = attempted(lambda: policy_rows(model, args.device, mode, args.n))
     result["rows"]["policy"] = row
     print("policy", json.dumps(row), flush=True)
 
@@ -308,7 +280,7 @@ def main() -> None:
     urgent = plain.with_dispatch("deadline_limited")
     between = per_visit(model.route, args.device, mode=mode, dispatch="deadline_limited")
     cases: dict[str, tuple[Plan, bool, tuple[str, ...]]] = {
-        "whole": (plain, True, ("plain", "steps", *REHEARSED[mode], "frozen", "patient")),
+        "whole": (plain, True, ("plain", "steps", "frozen", "patient")),
         "whole, launched by the engine's thread": (plain, False, ("plain", "patient")),
         "whole, deadlines": (urgent, True, ("plain", "steps")),
         "per visit, deadlines": (between, True, ("plain", "steps")),

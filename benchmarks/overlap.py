@@ -230,6 +230,7 @@ def main() -> None:
     facts = {name: getattr(args, name) for name in ("small", "robots", "cap", "prompt", "p99_ms")}
     result: dict[str, Any] = {**provenance(torch.device(args.device)), **facts, "plans": {}}
     for precision in args.precisions:
+        model.run_on(model.module)
         if precision == "fp8":
             use_fp8(model, args.device, feed, args.prompt)
         for name, row in compare(model, mode, feed, args, begun):

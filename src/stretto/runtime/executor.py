@@ -90,7 +90,7 @@ class Executor:
         self._mail = Mailbox()
         self._lost: deque[tuple[Flow, Exception]] = deque()
         self._fault: Exception | None = None
-        self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._lanes, self._turn, depart)
+        self._launcher = Launcher(self.arenas, self._staging, self._can, self._desk, self._lanes, self._turn, depart, clock)
         self._started = False
         self.dead: str | None = None
         self._threads = [

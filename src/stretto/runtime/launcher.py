@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -20,6 +21,10 @@ Depart = Callable[[Sequence[Flow], Mapping[str, Tensor]], None]
 """Takes chunks that leave from one place of one route, and their values as [B, ...] on the device; on the launching thread."""
 
 
+_LINGERS_S = 3e-3
+"""A robot that has its chunk asks again: who was at work until just now is taken to be back before a task is done."""
+
+
 class Launcher:
     """Launches batches on the current lane; does not wait for the device.
 
@@ -36,16 +41,18 @@ class Launcher:
         lanes: Sequence[Lane],
         turn: AbstractContextManager[object],
         depart: Depart,
+        clock: Callable[[], float],
     ) -> None:
         self._arenas, self._staging, self._can, self._desk = arenas, staging, can, desk
-        self._lanes, self._turn, self._depart = lanes, turn, depart
+        self._lanes, self._turn, self._depart, self._clock = lanes, turn, depart, clock
+        self._company_until_s = -math.inf
         self.launches = 0
 
     def launch(self, lane: Lane, batch: Batch) -> None:
         """Run a batch that the desk has chosen, and move its chunks on."""
         flows, device = batch.flows, self._arenas.device
         ends = self._desk.touched.ends(lane, flows)
-        beside = lane.parted and any(other.at_work_beyond(ends) for other in self._lanes if other is not lane)
+        beside = lane.parted and self._has_company(lane, ends)
         lane.turn(beside)
         stream = lane.stream
         for end in ends:
@@ -71,6 +78,13 @@ class Launcher:
         for group in leaving:
             self._leave(lane, group)
         lane.running = ()
+
+    def _has_company(self, lane: Lane, ends: Sequence[Stamp]) -> bool:
+        """Tell whether other lanes are, or were just now, at work on something that this one does not wait for."""
+        now_s = self._clock()
+        if any(other.at_work_beyond(ends) for other in self._lanes if other is not lane):
+            self._company_until_s = now_s + _LINGERS_S
+        return now_s < self._company_until_s
 
     def _bring(self, flows: Sequence[Flow]) -> None:
         """Put the values of chunks that are new here into their slots."""
