@@ -36,11 +36,8 @@ class Call(NamedTuple):
         return chain.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, launches=launches, memory=memory)
 
 
-def call(tokens: int, prefix: int, depth: int, device: str = "cpu", batch: int = 1) -> Call:
-    """A random call, its rows at different steps and lengths.
-
-    Beyond a prefix's length lie keys and values that are no numbers, within it some that are masked.
-    """
+def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
+    """A random call. Beyond the prefix's length lie keys and values that are no numbers, within it some that are masked."""
     g = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
@@ -48,29 +45,18 @@ def call(tokens: int, prefix: int, depth: int, device: str = "cpu", batch: int =
 
     shapes = [((HEADS + 2) * HEAD, WIDTH), (WIDTH, HEADS * HEAD), (2 * MLP, WIDTH), (WIDTH, MLP)]
     weights = [Weights(*(normal(*s, std=s[1] ** -0.5).to(HALF) for s in shapes)) for _ in range(depth)]
-    table, rows = normal(3, 2 * depth + 1, 3 * WIDTH, std=0.3), torch.arange(1, batch + 1, device=device) % 3
+    table, rows = normal(3, 2 * depth + 1, 3 * WIDTH, std=0.3), torch.tensor([1], device=device)
     norms = [Modulation(table[:, i], rows) for i in range(2 * depth + 1)]
-    k, v = (normal(batch + 2, depth, prefix, 1, HEAD).to(HALF) for _ in range(2))
+    k, v = (normal(3, depth, prefix, 1, HEAD).to(HALF) for _ in range(2))
     length = prefix * 9 // 10
     k[:, :, length:], v[:, :, length:] = float("nan"), float("nan")
-    mask = torch.rand(batch, prefix, generator=g).to(device) > 0.2
+    mask = torch.rand(1, prefix, generator=g).to(device) > 0.2
 
-    def numbers(first: int, step: int) -> Tensor:
-        return torch.tensor([max(first + step * i, 0) for i in range(batch)], dtype=torch.int32, device=device)
+    def number(n: int) -> Tensor:
+        return torch.tensor([n], dtype=torch.int32, device=device)
 
-    slots = torch.arange(batch + 1, 1, -1, device=device)
-    keys = PrefixKV(k, v, slots, mask, numbers(length, -3), numbers(700, 1))
-    return Call(open_stream.reference(normal(batch, tokens, WIDTH), norms[0], HALF), weights, norms, keys)
-
-
-def row_of(c: Call, b: int) -> Call:
-    """One row of a call by itself."""
-    tokens, row = c.stream.residual_BTD.shape[1], slice(b, b + 1)
-    stream = Stream(c.stream.residual_BTD[row], c.stream.scaled_BRD[row], c.stream.squares_MP[b * tokens : (b + 1) * tokens])
-    norms = [Modulation(n.table, None if n.rows is None else n.rows[row]) for n in c.norms]
-    k = c.keys
-    keys = PrefixKV(k.k_SNPKd, k.v_SNPKd, k.slots_B[row], k.mask_BP[row], k.length_B[row], k.suffix_start_B[row])
-    return Call(stream, c.weights, norms, keys)
+    keys = PrefixKV(k, v, torch.tensor([2], device=device), mask, number(length), number(700))
+    return Call(open_stream.reference(normal(1, tokens, WIDTH), norms[0], HALF), weights, norms, keys)
 
 
 def by_steps(c: Call, stream: Stream, layer: int, dtype: torch.dtype = HALF) -> tuple[Tensor, Tensor, Stream, Tensor, Stream]:
@@ -129,7 +115,7 @@ def left_by(memory: Memory, launch: int) -> Tensor:
 def test_each_launch_leaves_what_its_separate_kernel_would(on_host: ExpertChain) -> None:
     tokens = 13
     c = call(tokens, 77, 1)
-    memory = Memory(on_host.sizes, 1, tokens, torch.device("cpu"))
+    memory = Memory(on_host.sizes, tokens, torch.device("cpu"))
     end = c.run(on_host, memory=memory)
     fresh, attended, middle, hidden, want = by_steps(c, c.stream, 0, torch.float32)
     for launch, left in enumerate((fresh, attended, middle.scaled_BRD, hidden)):
@@ -152,16 +138,6 @@ def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: Expe
     same_stream(first, by_steps(c, stream, 1, torch.float32)[-1], 5e-3)
 
 
-def test_a_batch_gives_each_row_the_bits_that_it_has_alone(on_host: ExpertChain) -> None:
-    c = call(9, 130, 2, batch=3)
-    together = c.run(on_host)
-    for b in range(3):
-        alone = row_of(c, b).run(on_host)
-        assert torch.equal(together.residual_BTD[b], alone.residual_BTD[0])
-        assert torch.equal(together.scaled_BRD[b], alone.scaled_BRD[0])
-        assert torch.equal(together.squares_MP[b * 9 : (b + 1) * 9], alone.squares_MP)
-
-
 def takes(chain: ExpertChain, c: Call) -> bool:
     return chain.takes(c.weights, c.stream.residual_BTD.shape, c.stream.scaled_BRD.dtype, c.norms[0], c.keys)
 
@@ -173,8 +149,8 @@ def test_calls_of_other_shapes_are_not_taken(on_host: ExpertChain) -> None:
     assert not takes(on_host, many)
     long = c.keys._replace(mask_BP=torch.ones(1, 969, dtype=torch.bool))
     assert not takes(on_host, c._replace(keys=long))
-    crowd = c.stream._replace(residual_BTD=c.stream.residual_BTD.expand(17, -1, -1))
-    assert not takes(on_host, c._replace(stream=crowd))
+    two_rows = c.stream._replace(residual_BTD=c.stream.residual_BTD.expand(2, -1, -1))
+    assert not takes(on_host, c._replace(stream=two_rows))
     by_token = Modulation(c.norms[0].table, torch.zeros(1, 5, dtype=torch.int64))
     assert not takes(on_host, c._replace(norms=[by_token]))
     other = [c.weights[0]._replace(down=c.weights[0].down.float())]
@@ -227,19 +203,10 @@ def test_launches_on_the_device_leave_what_separate_kernels_would(on_device: Exp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [2, 8])
-def test_a_batch_on_the_device_gives_each_row_the_bits_that_it_has_alone(on_device: ExpertChain, batch: int) -> None:
-    c = call(50, 968, 3, "cuda", batch)
-    together = c.run(on_device)
-    for b in range(batch):
-        assert torch.equal(together.residual_BTD[b], row_of(c, b).run(on_device).residual_BTD[0])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("launch", range(LAUNCHES - 1))
 def test_a_run_that_stops_early_leaves_what_its_last_launch_made(on_device: ExpertChain, launch: int) -> None:
     c = call(50, 968, 1, "cuda")
-    memory = Memory(on_device.sizes, 1, 50, torch.device("cuda"))
+    memory = Memory(on_device.sizes, 50, torch.device("cuda"))
     c.run(on_device, launch + 1, memory)
     fresh, attended, middle, hidden, _ = by_steps(c, c.stream, 0)
     assert off_by(left_by(memory, launch), (fresh, attended, middle.scaled_BRD, hidden)[launch][0]) < 8e-3

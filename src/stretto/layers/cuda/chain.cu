@@ -30,7 +30,7 @@ struct Layer {
 };
 
 struct Call {
-    int64_t depth, launches, rows, tokens, prefix, mask_step, square_parts;
+    int64_t depth, launches, tokens, prefix, square_parts;
     const bf16 *k, *v;
     int64_t slots, slot_step, layer_step, token_step;
     const int64_t* slot;
@@ -151,10 +151,9 @@ template <class Q>
 void run(Q& queue, const Call& c, const float* reals) {
     char* m = c.memory;
     int launch = 0;
-    const auto common = [&](const float* squares, int64_t parts, Ahead ahead, bool given = false) {
-        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * c.rows * EVENTS;
-        const int64_t squares_step = given ? c.tokens * parts * 4 : MEMORY_BYTES;
-        return Common{int(c.rows), int(c.tokens), int(parts), MEMORY_BYTES, squares_step, reals[1], squares, ahead, stamps};
+    const auto common = [&](const float* squares, int64_t parts, Ahead ahead) {
+        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * EVENTS;
+        return Common{int(c.tokens), int(parts), reals[1], squares, ahead, stamps};
     };
     float *squares = reinterpret_cast<float*>(m + SQUARES_AT), *middle_squares = reinterpret_cast<float*>(m + MIDDLE_SQUARES_AT);
     bf16 *k_fresh = reinterpret_cast<bf16*>(m + K_MEMORY_AT), *v_fresh = reinterpret_cast<bf16*>(m + V_MEMORY_AT);
@@ -164,7 +163,7 @@ void run(Q& queue, const Call& c, const float* reals) {
         for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
             if (kind == 0) {
                 Qkv a{};
-                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(MLP) * WIDTH * 2, kind, c.ahead), first);
+                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(MLP) * WIDTH * 2, kind, c.ahead));
                 a.weight = map_of(w.qkv, {WIDTH, 8, 2, HALF / 8, HEADS + 2}, {ROW, HALF * ROW, 8 * ROW, HEAD * ROW}, {64, 8, 2, 4, 1});
                 a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
                 a.q = m + Q_MEMORY_AT, a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = reals[0];
@@ -182,9 +181,9 @@ void run(Q& queue, const Call& c, const float* reals) {
                     const int64_t next_at = (i + 1) % c.depth * c.layer_step;
                     a.k_next = c.k + next_at, a.v_next = c.v + next_at;
                 }
-                a.slot = c.slot, a.mask = c.mask, a.mask_step = c.mask_step, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
+                a.slot = c.slot, a.mask = c.mask, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
                 const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-                queue.launch(KERNEL_OF(stretto_chain_attention, attend), int(c.rows) * blocks * 2 * KEY_CUTS, KEY_CUTS, ATTENTION_THREADS, ATTENTION_BYTES, a);
+                queue.launch(KERNEL_OF(stretto_chain_attention, attend), blocks * 2 * KEY_CUTS, KEY_CUTS, ATTENTION_THREADS, ATTENTION_BYTES, a);
             } else if (kind == 3) {
                 GateUp a{};
                 a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
@@ -214,10 +213,10 @@ void run(Q& queue, const Call& c, const float* reals) {
 
 // Words in the order in which the caller lists them; each is one pointer or whole number.
 Call read(const int64_t* words) {
-    static_assert(sizeof(Call) == (30 + 4 * MAX_LAYERS) * 8);
+    static_assert(sizeof(Call) == (28 + 4 * MAX_LAYERS) * 8);
     Call c{};
     const int64_t depth = words[0];
-    std::memcpy(&c, words, size_t(30 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
+    std::memcpy(&c, words, size_t(28 + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
     return c;
 }
 

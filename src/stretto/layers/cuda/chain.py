@@ -1,4 +1,4 @@
-"""The layers of a pi0.5 expert for a few batch rows as five launches each in CUDA C++ (chain_plan.cuh).
+"""The layers of a pi0.5 expert for one batch row as five launches each in CUDA C++ (chain_plan.cuh).
 
 Takes and returns a residual stream as the kernels of `layers.kernels` have it, and rounds where they do.
 
@@ -7,7 +7,6 @@ Shape legend: as in layers.kernels.stream; P prefix tokens, K key/value heads, d
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import math
@@ -25,7 +24,6 @@ from stretto.layers.kernels.stream import Stream, carries_shift
 LAUNCHES = 5
 """Of a layer: queries, keys and values; attention; output; gate and up; down."""
 CHUNK = 64
-MAX_BATCH = 16
 AHEAD = 0
 
 
@@ -66,16 +64,9 @@ class Weights(NamedTuple):
 class Memory:
     """What launches leave to each other in one call; kept by those who look at what one left."""
 
-    def __init__(self, sizes: Sizes, batch: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, tokens: int, device: torch.device) -> None:
         self.sizes, self.tokens = sizes, tokens
-        self.rows = torch.empty(batch, sizes.memory, dtype=torch.uint8, device=device)
-        self.bytes = self.rows[0]
-
-    def of_row(self, row: int) -> Memory:
-        """The same of another batch row; without this, methods are about the first."""
-        other = copy.copy(self)
-        other.bytes = self.rows[row]
-        return other
+        self.bytes = torch.empty(sizes.memory, dtype=torch.uint8, device=device)
 
     def queries(self) -> Tensor:
         """[T, H, d]"""
@@ -155,8 +146,7 @@ class ExpertChain:
         return (
             fits
             and kept
-            and batch <= MAX_BATCH
-            and width == s.width
+            and (batch, width) == (1, s.width)
             and tokens <= s.max_tokens
             and len(weights) <= s.max_layers
             and keys.mask_BP.shape[1] <= s.max_prefix
@@ -192,24 +182,24 @@ class ExpertChain:
             RuntimeError: if a launch is refused.
         """
         residual, device, sizes = stream.residual_BTD.contiguous(), stream.residual_BTD.device, self.sizes
-        batch, tokens = residual.shape[:2]
-        memory = memory or Memory(sizes, batch, tokens, device)
+        tokens = residual.shape[1]
+        memory = memory or Memory(sizes, tokens, device)
         out = Stream(
             torch.empty_like(residual),
-            torch.empty(batch, tokens + 1, sizes.width, dtype=torch.float32, device=device),
-            torch.empty(batch * tokens, sizes.tiles, dtype=torch.float32, device=device),
+            torch.empty(1, tokens + 1, sizes.width, dtype=torch.float32, device=device),
+            torch.empty(tokens, sizes.tiles, dtype=torch.float32, device=device),
         )
         line, mask = lines[0].addressing(), keys.mask_BP
         norm_step = (lines[1].table.data_ptr() - lines[0].table.data_ptr()) // 4
         words = [
-            len(weights), len(weights) * LAUNCHES if launches is None else launches, batch, tokens,
-            mask.shape[1], mask.stride(0), stream.squares_MP.shape[1],
+            len(weights), len(weights) * LAUNCHES if launches is None else launches, tokens,
+            mask.shape[1], stream.squares_MP.shape[1],
             keys.k_SNPKd.data_ptr(), keys.v_SNPKd.data_ptr(), keys.k_SNPKd.shape[0], *keys.k_SNPKd.stride()[:3],
             keys.slots_B.data_ptr(), mask.data_ptr(), keys.length_B.data_ptr(), keys.suffix_start_B.data_ptr(),
             line.table.data_ptr(), line.stride, norm_step,
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
-            *(x.data_ptr() for x in out), memory.rows.data_ptr(),
+            *(x.data_ptr() for x in out), memory.bytes.data_ptr(),
             0 if stamps is None else stamps.data_ptr(), ahead,
             *(w.data_ptr() for layer in weights for w in layer),
         ]  # fmt: skip

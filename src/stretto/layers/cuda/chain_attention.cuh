@@ -24,16 +24,13 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::let_next_start();
     stamp(a.all, 0);
     const int cluster = device::block_id() / KEY_CUTS, half = cluster % 2, rank = device::rank_in_cluster();
-    const int tokens = a.all.tokens, blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    const int row_of_batch = cluster / 2 / blocks, block = cluster / 2 % blocks;
-    const int64_t at_row = row_of_batch * a.all.step;
-    const int span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
+    const int tokens = a.all.tokens, block = cluster / 2, span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
     char *keys = shared, *values = shared + V_AT, *queries = shared + Q_AT;
     float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
     device::Barrier* queries_there = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
     device::Barrier *keys_there = queries_there + HEAD_CHUNKS, *values_there = keys_there + HEAD_CHUNKS, *sent = values_there + 1;
-    const int bound = min(max(a.length[row_of_batch], 0), a.prefix), there = min(max(bound - rank * span, 0), span);
-    const int slot = int(a.slot[row_of_batch]);
+    const int bound = min(max(*a.length, 0), a.prefix), there = min(max(bound - rank * span, 0), span);
+    const int slot = int(*a.slot);
     if (who.thread == 0) {
 #pragma unroll 1
         for (int i = 0; i < 2 * HEAD_CHUNKS + 2; ++i) device::barrier_init(queries_there + i, 1);
@@ -50,7 +47,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     }
     if (who.thread < KEYS) {
         const int row = who.thread, key = rank * span + row;
-        const bool valid = row < span ? key < bound && a.mask[row_of_batch * a.mask_step + key] : row < span + own && rank * own + row - span < tokens;
+        const bool valid = row < span ? key < bound && a.mask[key] : row < span + own && rank * own + row - span < tokens;
         bias[row] = valid ? 0.0f : -2.0e30f;
     }
     if (block == 0 && a.k_next != nullptr && a.token_step == HEAD && who.thread < 32) {
@@ -87,7 +84,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     if (who.thread == 0)
 #pragma unroll 1
         for (int c = 0; c < HEAD_CHUNKS; ++c) {
-            const char* from = a.q + at_row + (block * HEAD_CHUNKS + c) * QUERY_CHUNK;
+            const char* from = a.q + (block * HEAD_CHUNKS + c) * QUERY_CHUNK;
             device::barrier_arrive_expecting(queries_there + c, QUERY_CHUNK);
             device::copy_row(queries + c * QUERY_CHUNK, from, QUERY_CHUNK, queries_there + c);
         }
@@ -95,7 +92,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     for (int i = who.thread; i < own * 48; i += ATTENTION_THREADS) {
         const int row = i / 48, piece = i % 48, key = rank * own + row;
         const bool there = key < tokens, value = piece >= 32;
-        const bf16* from = moved(value ? a.v_fresh + half * HALF - 256 : a.k_fresh, at_row) + (there ? key : 0) * HEAD + piece * 8;
+        const bf16* from = (value ? a.v_fresh + half * HALF - 256 : a.k_fresh) + (there ? key : 0) * HEAD + piece * 8;
         device::fetch16(value ? values + place(span + row, piece - 32) : keys + place(span + row, piece), from, there);
     }
     device::end_fetches();
@@ -211,8 +208,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         all[0] += low.x * share[r], all[1] += low.y * share[r], all[2] += high.x * share[r], all[3] += high.y * share[r];
     }
     const int at = who.g * HEAD + half * HALF + part * 16 + who.t * 2;
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out + at_row, token, at)) = device::pack(all[0] * over, all[1] * over);
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out + at_row, token, at + 8)) = device::pack(all[2] * over, all[3] * over);
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = device::pack(all[0] * over, all[1] * over);
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = device::pack(all[2] * over, all[3] * over);
     stamp(a.all, 7);
 }
 

@@ -29,11 +29,8 @@ struct Ahead {
     int bytes, each;
 };
 
-// Rows of the batch, of `tokens` each, take turns at the weights that a CTA holds. What launches leave to each other lies
-// `step` bytes further for the next row.
 struct Common {
-    int rows, tokens, square_parts;
-    int64_t step, squares_step;
+    int tokens, square_parts;
     float eps;
     const float* squares;  // [tokens, parts]
     Ahead ahead;
@@ -59,7 +56,6 @@ struct Attention {
     int64_t slot_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
-    int64_t mask_step;
     const int32_t* length;
     int prefix;
     char* out;
@@ -72,7 +68,7 @@ struct Add {
     const char* x;
     const float* table;  // of the gate's norm: scale, shift, gate
     int64_t line_step, norm_step;
-    const int64_t* line;  // null: that of the row's number
+    const int64_t* line;  // null: the first
     const float* given;   // the residual by rows, for the first layer
     float* residual;      // by tile, token tile, thread
     char* scaled;
@@ -96,12 +92,6 @@ ON_DEVICE void stamp(const Common& a, int event) {
     at[event] = device::ticks();
     if (event == 0 || event == 7) at[event == 0 ? 8 : 9] = device::nanoseconds();
 #endif
-}
-
-// What belongs to a row, `bytes` further than the first row's.
-template <class T>
-ON_DEVICE T* moved(T* first, int64_t bytes) {
-    return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(first) + bytes);
 }
 
 ON_DEVICE void ask_ahead(const Ahead& a) {

@@ -5,33 +5,39 @@
 
 namespace chain {
 
-// CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of 64 input columns, a CTA's cut; PLACES of
-// them are in shared memory at once. SHIFTED: each CTA also gets the token tile that has the shift's row.
-template <int CUTS_, int BLOCKS_, int CHUNKS_, int PLACES_, bool SHIFTED_>
+// CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of 64 input columns, a CTA's cut; so many of the
+// weights' and of the tokens' are in shared memory at once. SHIFTED: each CTA also gets the token tile with the shift's row.
+template <int CUTS_, int BLOCKS_, int CHUNKS_, int WEIGHT_PLACES_, int PLACES_, bool SHIFTED_>
 struct Shape {
-    static constexpr int CUTS = CUTS_, BLOCKS = BLOCKS_, CHUNKS = CHUNKS_, PLACES = PLACES_, THREADS = BLOCKS * GROUP;
+    static constexpr int CUTS = CUTS_, BLOCKS = BLOCKS_, CHUNKS = CHUNKS_, WEIGHT_PLACES = WEIGHT_PLACES_, PLACES = PLACES_;
+    static constexpr int THREADS = BLOCKS * GROUP;
     static constexpr bool SHIFTED = SHIFTED_;
     // A rank ends with EACH token tiles, 16 bytes a thread.
     static constexpr int EACH = (TOKEN_TILES + CUTS - 1) / CUTS, SLOTS = EACH + SHIFTED, SLOT_BYTES = GROUP * 16;
     static constexpr int INPUT = CUTS * CHUNKS * 64, WEIGHT_CHUNK = BLOCKS * 64 * 128;
-    static constexpr int X_AT = CHUNKS * WEIGHT_CHUNK, SUMS_AT = X_AT + PLACES * CHUNK_BYTES;
+    static constexpr int X_AT = WEIGHT_PLACES * WEIGHT_CHUNK, SUMS_AT = X_AT + PLACES * CHUNK_BYTES;
     static constexpr int FACTORS_AT = SUMS_AT + (CUTS - 1) * BLOCKS * SLOTS * SLOT_BYTES, BARRIERS_AT = FACTORS_AT + 64 * 4;
-    static constexpr int BYTES = BARRIERS_AT + (CHUNKS + PLACES + 1) * 8;
-    static_assert(CHUNKS % PLACES == 0 && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
+    static constexpr int BYTES = BARRIERS_AT + (WEIGHT_PLACES + PLACES + 1) * 8;
+    static_assert(CHUNKS % PLACES == 0 && CHUNKS % WEIGHT_PLACES == 0 && WEIGHT_PLACES >= PLACES && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
 };
 #ifndef STRETTO_QKV_CUTS
 #define STRETTO_QKV_CUTS 4
 #endif
-using QkvShape = Shape<STRETTO_QKV_CUTS, 1, 16 / STRETTO_QKV_CUTS, 16 / STRETTO_QKV_CUTS, true>;
-using OutShape = Shape<8, 1, 4, 4, false>;
-using GateUpShape = Shape<2, 2, 8, 8, true>;
-// With all its input in shared memory there would be room for one CTA, and not for all clusters of eight at once.
-#ifndef STRETTO_DOWN_PLACES
-#define STRETTO_DOWN_PLACES 4
+#ifndef STRETTO_GATE_PLACES
+#define STRETTO_GATE_PLACES 4
 #endif
-using DownShape = Shape<8, 1, 8, STRETTO_DOWN_PLACES, false>;
+using QkvShape = Shape<STRETTO_QKV_CUTS, 1, 16 / STRETTO_QKV_CUTS, 16 / STRETTO_QKV_CUTS, 16 / STRETTO_QKV_CUTS, true>;
+using OutShape = Shape<8, 1, 4, 4, 4, false>;
+using GateUpShape = Shape<2, 2, 8, STRETTO_GATE_PLACES, STRETTO_GATE_PLACES, true>;
+using DownShape = Shape<8, 1, 8, 8, 4, false>;
 static_assert(QkvShape::INPUT == WIDTH && OutShape::INPUT == INNER && GateUpShape::INPUT == WIDTH && DownShape::INPUT == MLP);
-static_assert(STRETTO_DOWN_PLACES > 4 || 2 * (DownShape::BYTES + 1024) <= 228 * 1024);
+// A launch starts early only where its CTAs find room beside those of the one before. And where there is room for one CTA only,
+// not all clusters of eight find eight multiprocessors of one kind.
+constexpr int SHARED_OF_ALL = 228 * 1024, SHARED_OF_SYSTEM = 1024;
+template <class A, class B>
+constexpr bool side_by_side() { return A::BYTES + B::BYTES + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
+static_assert(STRETTO_GATE_PLACES > 4 || (side_by_side<OutShape, GateUpShape>() && side_by_side<GateUpShape, DownShape>()));
+static_assert(side_by_side<DownShape, QkvShape>() && side_by_side<DownShape, DownShape>());
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
 struct Who {
@@ -47,7 +53,7 @@ template <class S>
 struct Room {
     char* base;
 
-    ON_DEVICE char* weights(int chunk) const { return base + chunk * S::WEIGHT_CHUNK; }
+    ON_DEVICE char* weights(int place) const { return base + place * S::WEIGHT_CHUNK; }
     ON_DEVICE char* x(int place) const { return base + S::X_AT + place * CHUNK_BYTES; }
     // What the `from`th of the other CTAs sent for token tile slot `slot`, by thread.
     ON_DEVICE float4* sums(int from, int group, int slot) const {
@@ -55,117 +61,126 @@ struct Room {
     }
     ON_DEVICE float* factors() const { return reinterpret_cast<float*>(base + S::FACTORS_AT); }
     ON_DEVICE device::Barrier* barrier(int i) const { return reinterpret_cast<device::Barrier*>(base + S::BARRIERS_AT) + i; }
-    ON_DEVICE device::Barrier* weights_there(int chunk) const { return barrier(chunk); }
-    ON_DEVICE device::Barrier* x_there(int place) const { return barrier(S::CHUNKS + place); }
-    ON_DEVICE device::Barrier* sent() const { return barrier(S::CHUNKS + S::PLACES); }
+    ON_DEVICE device::Barrier* weights_there(int place) const { return barrier(place); }
+    ON_DEVICE device::Barrier* x_there(int place) const { return barrier(S::WEIGHT_PLACES + place); }
+    ON_DEVICE device::Barrier* sent() const { return barrier(S::WEIGHT_PLACES + S::PLACES); }
 };
 
-// How many bytes the others of its cluster send a CTA for each row of the batch.
+// How many bytes the others of its cluster send a CTA.
 template <class S>
 ON_DEVICE int sent_bytes(int rank) {
     const int tiles = min(S::EACH, max(TOKEN_TILES - rank * S::EACH, 0)) + S::SHIFTED;
     return (S::CUTS - 1) * S::BLOCKS * tiles * S::SLOT_BYTES;
 }
 
-// Ask for this CTA's weights: `tile` says where in their tensor a warp group's are, for the first columns of the cut.
-template <class S, class Tile>
-ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, const device::Map& weight, Tile tile) {
+// What a CTA multiplies: `tile` is where the weights of its first warp group are in their tensor, `next` of the second.
+struct Factors {
+    const device::Map& weight;
+    device::Place tile, next;
+    const char* x;
+    const bf16* given;  // null, or rows as they are
+};
+
+// Start to copy a chunk of the weights, or of the tokens, by one thread.
+template <class S>
+ON_DEVICE void ask_for_weights(const Room<S>& room, const Factors& f, int chunk) {
+    const int place = chunk % S::WEIGHT_PLACES;
+    device::barrier_arrive_expecting(room.weights_there(place), S::WEIGHT_CHUNK);
+#pragma unroll
+    for (int group = 0; group < S::BLOCKS; ++group) {
+        device::Place at = group == 0 ? f.tile : f.next;
+        at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
+        device::copy_tile(room.weights(place) + group * 8192, f.weight, at, room.weights_there(place));
+    }
+}
+template <class S>
+ON_DEVICE void ask_for_tokens(const Room<S>& room, const Factors& f, int chunk) {
+    const int place = chunk % S::PLACES;
+    device::barrier_arrive_expecting(room.x_there(place), CHUNK_BYTES);
+    device::copy_row(room.x(place), f.x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES, CHUNK_BYTES, room.x_there(place));
+}
+
+// Ask for this CTA's weights; then wait for the launch before, and ask for its cut of the tokens.
+template <class S>
+ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, const Factors& f) {
     device::let_next_start();
     stamp(all, 0);
-    const int rank = device::rank_in_cluster();
     if (who.thread == 0) {
 #pragma unroll 1
-        for (int i = 0; i < S::CHUNKS + S::PLACES + 1; ++i) device::barrier_init(room.barrier(i), 1);
+        for (int i = 0; i < S::WEIGHT_PLACES + S::PLACES + 1; ++i) device::barrier_init(room.barrier(i), 1);
         device::barriers_ready();
-        if (sent_bytes<S>(rank) > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(sent_bytes<S>(rank)));
+        const int bytes = sent_bytes<S>(device::rank_in_cluster());
+        if (bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
 #pragma unroll 1
-        for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
-            device::barrier_arrive_expecting(room.weights_there(chunk), S::WEIGHT_CHUNK);
+        for (int chunk = 0; chunk < S::WEIGHT_PLACES; ++chunk) ask_for_weights(room, f, chunk);
+#ifndef STRETTO_ASK_LESS
+        // What has no place yet comes to the second-level cache.
+#pragma unroll 1
+        for (int chunk = S::WEIGHT_PLACES; chunk < S::CHUNKS; ++chunk)
 #pragma unroll
             for (int group = 0; group < S::BLOCKS; ++group) {
-                device::Place place = tile(group);
-                place.at[0] = (rank * S::CHUNKS + chunk) * 64;
-                device::copy_tile(room.weights(chunk) + group * 8192, weight, place, room.weights_there(chunk));
+                device::Place at = group == 0 ? f.tile : f.next;
+                at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
+                device::ask_for_tile(f.weight, at);
             }
-        }
-    }
-#ifndef STRETTO_AHEAD_LATE
-    ask_ahead(all.ahead);
 #endif
+    }
+    ask_ahead(all.ahead);
     device::sync_all();
     device::cluster_arrive();
 }
 
-ON_DEVICE void await_others(const Common& all) {
+template <class S>
+ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& room, const Factors& f) {
     stamp(all, 1);
     device::await_previous();
     stamp(all, 2);
-#ifdef STRETTO_AHEAD_LATE
-    ask_ahead(all.ahead);
-#endif
-}
-
-// Start to copy a chunk of a row's tokens, by one thread.
-template <class S>
-ON_DEVICE void ask_for_chunk(const Room<S>& room, const char* x, int chunk) {
-    const int place = chunk % S::PLACES;
-    device::barrier_arrive_expecting(room.x_there(place), CHUNK_BYTES);
-    device::copy_row(room.x(place), x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES, CHUNK_BYTES, room.x_there(place));
-}
-
-// Ask for this CTA's cut of a row's tokens; nobody reads the row's before any more.
-template <class S>
-ON_DEVICE void ask_for_row(const Who& who, const Common& all, const Room<S>& room, const char* x, const bf16* given, int number) {
-    if (number >= all.rows) return;
-    if (given != nullptr) {
-        given += number * (all.tokens + 1) * WIDTH;
-        const int rank = device::rank_in_cluster();
+    if (f.given == nullptr) {
+        if (who.thread == 0)
 #pragma unroll 1
-        for (int i = who.thread; i < ROWS * S::CHUNKS * 8; i += S::THREADS) {
-            const int piece = i % 8, chunk = i / 8 % S::CHUNKS, row = i / (8 * S::CHUNKS);
-            const bool there = row <= all.tokens;
-            const bf16* from = given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
-            device::fetch16(room.x(chunk) + row * 128 + (piece ^ row % 8) * 16, from, there);
-        }
-        device::end_fetches();
-    } else if (who.thread == 0) {
-#pragma unroll 1
-        for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_chunk(room, x + number * all.step, chunk);
+            for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_tokens(room, f, chunk);
+        return;
     }
+    const int rank = device::rank_in_cluster();
+#pragma unroll 1
+    for (int i = who.thread; i < ROWS * S::CHUNKS * 8; i += S::THREADS) {
+        const int piece = i % 8, chunk = i / 8 % S::CHUNKS, row = i / (8 * S::CHUNKS);
+        const bool there = row <= all.tokens;
+        const bf16* from = f.given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
+        device::fetch16(room.x(chunk) + row * 128 + (piece ^ row % 8) * 16, from, there);
+    }
+    device::end_fetches();
+    device::await_fetches<0>();
+    device::before_products();
+    device::sync_all();
 }
 
 // Code is dear: what a launch runs is new to its multiprocessor. So loops are loops, but where registers must have names.
 template <class S>
-ON_DEVICE void multiply(
-    const Who& who, const Common& all, const Room<S>& room, float (&c)[28], const char* x, int row, bool given) {
-    constexpr int TURNS = S::CHUNKS / S::PLACES;
-    const char* a = room.weights(0) + who.group * 8192;
-    if (given) {
-        device::await_fetches<0>();
-        device::before_products();
-        device::sync_all();
-    }
+ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, const Factors& f, float (&c)[28]) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < S::CHUNKS; ++chunk, a += S::WEIGHT_CHUNK) {
-        const int place = chunk % S::PLACES;
-        if (row == 0) device::barrier_wait(room.weights_there(chunk), 0);
-        if (!given) device::barrier_wait(room.x_there(place), uint32_t((row * TURNS + chunk / S::PLACES) & 1));
+    for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
+        const int weight_place = chunk % S::WEIGHT_PLACES, place = chunk % S::PLACES;
+        device::barrier_wait(room.weights_there(weight_place), uint32_t(chunk / S::WEIGHT_PLACES & 1));
+        if (f.given == nullptr) device::barrier_wait(room.x_there(place), uint32_t(chunk / S::PLACES & 1));
         if (chunk == 0) stamp(all, 3);
-        const char* b = room.x(place);
+        const char *a = room.weights(weight_place) + who.group * 8192, *b = room.x(place);
         device::products_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k) device::multiply_56(c, a + k * 32, b + k * 32, chunk + k > 0);
         device::products_end();
-        if (TURNS > 1 && chunk >= 1 && chunk - 1 + S::PLACES < S::CHUNKS) {
+        if (S::PLACES < S::CHUNKS && chunk >= 1 && chunk - 1 + S::PLACES < S::CHUNKS) {
+            // The chunk before this one has been read: others take its place.
             device::await_products<1>();
             device::sync_all();
-            if (who.thread == 0) ask_for_chunk(room, x + row * all.step, chunk - 1 + S::PLACES);
+            if (who.thread == 0) {
+                if (S::WEIGHT_PLACES == S::PLACES) ask_for_weights(room, f, chunk - 1 + S::WEIGHT_PLACES);
+                ask_for_tokens(room, f, chunk - 1 + S::PLACES);
+            }
         }
     }
     device::await_products<0>();
     stamp(all, 4);
-    // The next row's tokens take the place of this one's, and its factors.
-    device::sync_all();
 }
 
 ON_DEVICE float4 sum_of(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
@@ -211,20 +226,11 @@ struct Tiles {
     }
 };
 
-// What the cluster sent has been read; what it sends for the next row is counted anew.
-template <class S>
-ON_DEVICE void row_ends(const Who& who, const Common& all, const Room<S>& room, int row) {
-    if (row + 1 == all.rows) return;
-    const int bytes = sent_bytes<S>(device::rank_in_cluster());
-    if (who.thread == 0 && bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
-    device::cluster_arrive();
-}
-
 // 1 / rms of the rows: read while products run, in shared memory after the next barrier.
-ON_DEVICE float squares_of(const Who& who, const Common& all, int row) {
+ON_DEVICE float squares_of(const Who& who, const Common& all) {
     float sum = 0.0f;
     if (who.thread < all.tokens) {
-        const float* at = moved(all.squares, row * all.squares_step) + who.thread * all.square_parts;
+        const float* at = all.squares + who.thread * all.square_parts;
         if (all.square_parts == TILES) {
             float4 part[4];
 #pragma unroll
@@ -270,55 +276,49 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, head = tile / 4, rank = device::rank_in_cluster(), tokens = a.all.tokens;
-    begin(who, a.all, room, a.weight, [=](int) { return device::Place{0, 0, 0, tile % 4 * 4, head}; });
+    const Factors f = {a.weight, {0, 0, 0, tile % 4 * 4, head}, {}, a.x, a.given};
+    begin(who, a.all, room, f);
     const int pair = tile % 4 * 32 + who.w * 8 + who.g;
-    const float turns = head <= HEADS ? device::power_of_two(-a.log2_theta / HALF * float(pair)) : 0.0f;
-    await_others(a.all);
-    ask_for_row(who, a.all, room, a.x, a.given, 0);
-#pragma unroll 1
-    for (int row = 0; row < a.all.rows; ++row) {
-        const int64_t at_row = row * a.all.step;
-        const float squares = squares_of(who, a.all, row), start = float(a.start[row]);
-        float2 turn[S::EACH][2];
+    const float turns = head <= HEADS ? device::power_of_two(-a.log2_theta / HALF * float(pair)) : 0.0f, start = float(*a.start);
+    float2 turn[S::EACH][2];
 #pragma unroll
-        for (int i = 0; i < S::EACH; ++i)
+    for (int i = 0; i < S::EACH; ++i)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * S::EACH + i) * 8 + who.t * 2 + j)) * turns);
-        float c[28];
-        multiply(who, a.all, room, c, a.x, row, a.given != nullptr);
-        ask_for_row(who, a.all, room, a.x, a.given, row + 1);
-        keep_factor(who, a.all, room.factors(), squares);
-        device::cluster_wait();
-        Tiles<S> tiles(who, room, c, tokens);
-        device::sync_all();
-        device::barrier_wait(room.sent(), uint32_t(row & 1));
-        stamp(a.all, 5);
-        tiles.add_up(who, room);
-        const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
+        for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * S::EACH + i) * 8 + who.t * 2 + j)) * turns);
+    await_others(who, a.all, room, f);
+    const float squares = squares_of(who, a.all);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    keep_factor(who, a.all, room.factors(), squares);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    device::sync_all();
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
+    tiles.add_up(who, room);
+    const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
 #pragma unroll
-        for (int i = 0; i < S::EACH; ++i) {
-            const float low[2] = {tiles.sum[i].x, tiles.sum[i].y}, high[2] = {tiles.sum[i].z, tiles.sum[i].w};
-            const int n = rank * S::EACH + i;
+    for (int i = 0; i < S::EACH; ++i) {
+        const float low[2] = {tiles.sum[i].x, tiles.sum[i].y}, high[2] = {tiles.sum[i].z, tiles.sum[i].w};
+        const int n = rank * S::EACH + i;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int token = n * 8 + who.t * 2 + j;
-                if (token >= tokens) continue;
-                const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
-                const float2 by = turn[i][j];
-                const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
-                if (head < HEADS) {
-                    // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
-                    char* at = a.q + at_row + n * (4 * 8192) + pair / 64 * 8192;
-                    const int query = token % 8 * 8 + head;
-                    *reinterpret_cast<bf16*>(at + in_chunk(query, pair % 64)) = first;
-                    *reinterpret_cast<bf16*>(at + 2 * 8192 + in_chunk(query, pair % 64)) = second;
-                } else {
-                    bf16* at = moved(a.kv[head - HEADS], at_row) + token * HEAD + pair;
-                    at[0] = first, at[HALF] = second;
-                }
+        for (int j = 0; j < 2; ++j) {
+            const int token = n * 8 + who.t * 2 + j;
+            if (token >= tokens) continue;
+            const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
+            const float2 by = turn[i][j];
+            const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
+            if (head < HEADS) {
+                // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
+                char* at = a.q + n * (4 * 8192) + pair / 64 * 8192;
+                const int query = token % 8 * 8 + head;
+                *reinterpret_cast<bf16*>(at + in_chunk(query, pair % 64)) = first;
+                *reinterpret_cast<bf16*>(at + 2 * 8192 + in_chunk(query, pair % 64)) = second;
+            } else {
+                bf16* at = a.kv[head - HEADS] + token * HEAD + pair;
+                at[0] = first, at[HALF] = second;
             }
         }
-        row_ends(who, a.all, room, row);
     }
     stamp(a.all, 7);
 }
@@ -335,47 +335,41 @@ ON_DEVICE void gate_up(const GateUp& a, char* shared) {
     const Who who;
     const Room<S> room{shared};
     const int first = device::block_id() / S::CUTS * S::BLOCKS * 32, rank = device::rank_in_cluster(), tokens = a.all.tokens;
-    begin(who, a.all, room, a.weight, [=](int group) { return device::Place{0, 0, 0, first / 8 + group * 4, 0}; });
+    const Factors f = {a.weight, {0, 0, 0, first / 8, 0}, {0, 0, 0, first / 8 + 4, 0}, a.x, nullptr};
+    begin(who, a.all, room, f);
     const int column = first + who.group * 32 + who.w * 8 + who.g;
-    await_others(a.all);
-    ask_for_row(who, a.all, room, a.x, nullptr, 0);
-#pragma unroll 1
-    for (int row = 0; row < a.all.rows; ++row) {
-        const float squares = squares_of(who, a.all, row);
-        float c[28];
-        multiply(who, a.all, room, c, a.x, row, false);
-        ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
-        keep_factor(who, a.all, room.factors(), squares);
-        device::cluster_wait();
-        Tiles<S> tiles(who, room, c, tokens);
-        device::sync_all();
-        device::barrier_wait(room.sent(), uint32_t(row & 1));
-        stamp(a.all, 5);
-        tiles.add_up(who, room);
-        const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
+    await_others(who, a.all, room, f);
+    const float squares = squares_of(who, a.all);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    keep_factor(who, a.all, room.factors(), squares);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    device::sync_all();
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
+    tiles.add_up(who, room);
+    const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
 #pragma unroll
-        for (int i = 0; i < S::EACH; ++i) {
-            const float gate[2] = {tiles.sum[i].x, tiles.sum[i].y}, up[2] = {tiles.sum[i].z, tiles.sum[i].w};
+    for (int i = 0; i < S::EACH; ++i) {
+        const float gate[2] = {tiles.sum[i].x, tiles.sum[i].y}, up[2] = {tiles.sum[i].z, tiles.sum[i].w};
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int token = (rank * S::EACH + i) * 8 + who.t * 2 + j;
-                if (token >= tokens) continue;
-                const float factor = room.factors()[token];
-                *in_chunks(a.hidden + row * a.all.step, token, column) =
-                    rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
-            }
+        for (int j = 0; j < 2; ++j) {
+            const int token = (rank * S::EACH + i) * 8 + who.t * 2 + j;
+            if (token >= tokens) continue;
+            const float factor = room.factors()[token];
+            *in_chunks(a.hidden, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
         }
-        row_ends(who, a.all, room, row);
     }
     stamp(a.all, 7);
 }
 
-// What a row's norms do to two columns of the stream.
+// What the norms do to two columns of the stream.
 struct Lines {
     float gate[2], scale[2], shift[2];
 
-    ON_DEVICE Lines(const Add& a, int row, int column) {
-        const float *line = a.table + (a.line == nullptr ? row : a.line[row]) * a.line_step, *next = line + a.norm_step;
+    ON_DEVICE Lines(const Add& a, int column) {
+        const float *line = a.table + (a.line == nullptr ? 0 : *a.line) * a.line_step, *next = line + a.norm_step;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = column + i * 8;
@@ -385,80 +379,72 @@ struct Lines {
 };
 
 // The residual of a thread's two tokens and two columns.
-ON_DEVICE float4 residual_of(const Add& a, int row, int token, int column, const float4* kept) {
+ON_DEVICE float4 residual_of(const Add& a, int token, int column, const float4* kept) {
     if (a.given == nullptr) return *kept;
     float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
-    const float* at = a.given + (row * a.all.tokens + token) * WIDTH + column;
+    const float* at = a.given + token * WIDTH + column;
     if (token < a.all.tokens) before.x = at[0], before.z = at[8];
     if (token + 1 < a.all.tokens) before.y = at[WIDTH], before.w = at[WIDTH + 8];
     return before;
 }
 
-// A cluster has 64 columns of the stream; each of its CTAs ends with one token tile.
+// A cluster has 64 columns of the stream; each of its CTAs but the last ends with one token tile.
 template <class S>
 ON_DEVICE void add(const Add& a, char* shared) {
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, n = device::rank_in_cluster(), tokens = a.all.tokens;
     const bool owns = n < TOKEN_TILES, last = a.scaled_last != nullptr;
-    begin(who, a.all, room, a.weight, [=](int) { return device::Place{0, tile * TILE, 0, 0, 0}; });
+    const Factors f = {a.weight, {0, tile * TILE, 0, 0, 0}, {}, a.x, nullptr};
+    begin(who, a.all, room, f);
     const int column = tile * TILE + who.w * 16 + who.g, token = n * 8 + who.t * 2;
-    Lines lines(a, 0, column);
-    await_others(a.all);
-    ask_for_row(who, a.all, room, a.x, nullptr, 0);
-#pragma unroll 1
-    for (int row = 0; row < a.all.rows; ++row) {
-        const int64_t at_row = row * a.all.step;
-        if (row > 0) lines = Lines(a, row, column);
-        float4* kept = reinterpret_cast<float4*>(moved(a.residual, at_row)) + (tile * TOKEN_TILES + n) * GROUP + who.index;
-        float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (owns) before = residual_of(a, row, token, column, kept);
-        float c[28];
-        multiply(who, a.all, room, c, a.x, row, false);
-        ask_for_row(who, a.all, room, a.x, nullptr, row + 1);
-        device::cluster_wait();
-        Tiles<S> tiles(who, room, c, tokens);
-        if (owns) {
-            device::barrier_wait(room.sent(), uint32_t(row & 1));
-            stamp(a.all, 5);
-            tiles.add_up(who, room);
-            const float4 sum = tiles.sum[0];
-            const float4 now = {before.x + lines.gate[0] * sum.x, before.y + lines.gate[0] * sum.y,
-                                before.z + lines.gate[1] * sum.z, before.w + lines.gate[1] * sum.w};
-            const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
-            if (!last) *kept = now;
-            float square[2];
+    const Lines lines(a, column);
+    await_others(who, a.all, room, f);
+    float4* kept = reinterpret_cast<float4*>(a.residual) + (tile * TOKEN_TILES + n) * GROUP + who.index;
+    float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (owns) before = residual_of(a, token, column, kept);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    if (!owns) return;
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
+    tiles.add_up(who, room);
+    const float4 sum = tiles.sum[0];
+    const float4 now = {before.x + lines.gate[0] * sum.x, before.y + lines.gate[0] * sum.y,
+                        before.z + lines.gate[1] * sum.z, before.w + lines.gate[1] * sum.w};
+    const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
+    if (!last) *kept = now;
+    float square[2];
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                square[j] = value[j][0] * value[j][0] + value[j][1] * value[j][1];
-                if (token + j > tokens) continue;
+    for (int j = 0; j < 2; ++j) {
+        square[j] = value[j][0] * value[j][0] + value[j][1] * value[j][1];
+        if (token + j > tokens) continue;
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
-                    if (last) {
-                        a.scaled_last[(row * (tokens + 1) + token + j) * WIDTH + column + i * 8] = out;
-                        if (token + j < tokens) a.residual_last[(row * tokens + token + j) * WIDTH + column + i * 8] = value[j][i];
-                    } else {
-                        *in_chunks(a.scaled + at_row, token + j, column + i * 8) = rounded(out);
-                    }
-                }
-            }
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) square[j] += device::from_lane_xor(square[j], step);
-            float* parts = room.factors();
-            if (who.g == 0)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) parts[who.w * 8 + who.t * 2 + j] = square[j];
-            device::sync_all();
-            if (who.thread < 8 && n * 8 + who.thread < tokens) {
-                const float* at = parts + who.thread;
-                float* out = last ? a.squares_out + row * tokens * TILES : moved(a.squares_out, at_row);
-                out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
+        for (int i = 0; i < 2; ++i) {
+            const float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
+            const int at = (token + j) * WIDTH + column + i * 8;
+            if (last) {
+                a.scaled_last[at] = out;
+                if (token + j < tokens) a.residual_last[at] = value[j][i];
+            } else {
+                *in_chunks(a.scaled, token + j, column + i * 8) = rounded(out);
             }
         }
-        row_ends(who, a.all, room, row);
+    }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) square[j] += device::from_lane_xor(square[j], step);
+    float* parts = room.factors();
+    if (who.g == 0)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) parts[who.w * 8 + who.t * 2 + j] = square[j];
+    device::sync_all();
+    if (who.thread < 8 && n * 8 + who.thread < tokens) {
+        const float* at = parts + who.thread;
+        a.squares_out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
     }
     stamp(a.all, 7);
 }

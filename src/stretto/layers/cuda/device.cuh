@@ -96,6 +96,11 @@ ON_DEVICE void copy_tile(void* to, const Map& map, const Place& place, Barrier* 
                  "r"(shared_at(b)) : "memory");
 }
 
+ON_DEVICE void ask_for_tile(const Map& map, const Place& place) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1,%2,%3,%4,%5}];"
+                 ::"l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(place.at[4]) : "memory");
+}
+
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.chain import MAX_BATCH, ExpertChain, Weights, expert_chain
+from stretto.layers.cuda.chain import ExpertChain, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
@@ -145,7 +145,7 @@ def _run(choice: Config | None, *given: Any) -> Stream:
 
 
 def _candidates(key: Key) -> list[Config]:
-    return [{"impl": "chain"}, {"impl": "separate"}] if key[0] <= MAX_BATCH else [{"impl": "separate"}]
+    return [{"impl": "chain"}, {"impl": "separate"}] if key[0] == 1 else [{"impl": "separate"}]
 
 
 TUNABLES = (Tunable(OP, {"impl": ("chain", "separate")}, _candidates, _inputs, _run),)
