@@ -43,8 +43,7 @@ def test_the_three_wan_models_were_measured_on_an_h200() -> None:
         assert (profile.device, made.source) == (H200, "measured")
         assert made.commit
         assert made.date
-        graph = profile.facts["frames_per_chunk"] == 1
-        assert ("graph, sustained" in made.note, "eager" in made.note) == (graph, not graph)
+        assert "graph, under load" in made.note
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,9 +70,10 @@ def test_a_measured_profile_can_be_planned_with(name: str) -> None:
         assert {p.device for p in plan.classes["default"]} == {d.name for d in devices}
 
 
-def measured_in(file: str, model: str) -> Profile:
+def measured_in(file: str, model: str, frames: int) -> Profile:
     profiles = (Profile.from_json(json.dumps(raw)) for raw in json.loads((RESULTS / file).read_text())["profiles"])
-    return next(p for p in profiles if p.model == model)
+    usual = {"frames_per_chunk": frames, "window_frames": 21}
+    return next(p for p in profiles if p.model == model and usual.items() <= p.facts.items() and "precision" not in p.facts)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,14 @@ def measured_in(file: str, model: str) -> Profile:
         ("wan2.1-1.3b", 1, "none", "world_2x_h200.json"),
         ("wan2.1-1.3b", 1, "vae", "world_1x_vae_h200.json"),
         ("wan2.1-14b", 1, "none", "world_2x_h200.json"),
-        ("wan2.2-5b", 1, "none", "world_seeds_1x_h200.json"),
-        ("wan2.1-1.3b", 3, "none", "world_2x_chunk3_h200.json"),
-        ("wan2.1-14b", 3, "none", "world_2x_chunk3_h200.json"),
+        ("wan2.2-5b", 1, "none", "world_1x_h200.json"),
+        ("wan2.2-5b", 1, "vae", "world_1x_vae_h200.json"),
+        ("wan2.1-1.3b", 3, "none", "world_2x_h200.json"),
+        ("wan2.1-14b", 3, "none", "world_2x_h200.json"),
     ],
 )
 def test_the_shipped_figures_are_those_of_the_results(model: str, frames: int, decoder: str, file: str) -> None:
-    wanted = measured_in(file, model)
+    wanted = measured_in(file, model, frames)
     found = find(model, H200, {"frames_per_chunk": frames, "decoder": decoder})
     assert found is not None
     assert (found.stages, found.launch_s) == (wanted.stages, wanted.launch_s)
@@ -96,24 +97,17 @@ def test_the_shipped_figures_are_those_of_the_results(model: str, frames: int, d
     assert file in found.provenance.note
 
 
-@pytest.mark.parametrize(
-    ("model", "frames", "mode"), [("wan2.1-14b", 1, "graph"), ("wan2.1-1.3b", 3, "eager"), ("wan2.1-14b", 3, "eager")]
-)
-def test_a_decode_that_was_measured_by_itself_is_the_one_of_the_profiles_mode(model: str, frames: int, mode: str) -> None:
-    (decode,) = {
+@pytest.mark.parametrize(("model", "frames"), [("wan2.1-14b", 1)])
+def test_a_decode_that_was_measured_by_itself_is_the_fastest_way_to_decode(model: str, frames: int) -> None:
+    decode = min(
         row["p50_ms"]
-        for row in json.loads((RESULTS / "wan_block_h200.json").read_text())["rows"]
-        if (row.get("stage"), row.get("model"), row.get("chunk_frames"), row.get("mode"))
-        == ("decode", "wan2.1-1.3b", frames, mode)
-    }
+        for row in json.loads((RESULTS / "wan_decode_h200.json").read_text())["rows"]
+        if (row.get("stage"), row.get("model"), row.get("chunk_frames")) == ("decode", "wan2.1-1.3b", frames)
+    )
     plain, whole = (find(model, H200, {"frames_per_chunk": frames, "decoder": name}) for name in ("none", "vae"))
     assert plain is not None
     assert whole is not None
     assert whole.work_s - plain.work_s == pytest.approx(decode / 1e3)
-
-
-def test_the_decode_of_wan_2_2_was_not_measured() -> None:
-    assert find("wan2.2-5b", H200, {"frames_per_chunk": 1, "decoder": "vae"}) is None
 
 
 def test_a_model_of_another_form_or_device_is_cut_evenly() -> None:
@@ -138,7 +132,7 @@ def test_a_scenario_gets_the_measured_costs_of_its_chunk_shape_only() -> None:
     assert for_shape("wan2.1-1.3b", H200, {"window_frames": 9}) is None
     assert for_shape("wan2.1-1.3b", "NVIDIA H100 80GB HBM3", {}) is None
     assert for_shape("minimax-h3-33b", H200, {}) is None
-    assert len(shapes_of("wan2.1-14b", H200)) == 4
+    assert len(shapes_of("wan2.1-14b", H200)) == 3
 
 
 def test_every_row_of_a_plan_says_which_profile_it_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +141,7 @@ def test_every_row_of_a_plan_says_which_profile_it_used(capsys: pytest.CaptureFi
     out = json.loads(capsys.readouterr().out)
     assert out["profile"] == "NVIDIA H200, wan2.1-14b measured, ltx-2.5-22b computed"
     measured, computed = (row["profile"] for row in out["rows"])
-    assert measured.startswith("measured 2026-11-29 at 1777257f3961, 3 of 21 latent frames, 4680 tokens a chunk, 480x832")
+    assert measured.startswith("measured 2026-11-30 at 58f411bb73fb, 3 of 21 latent frames, 4680 tokens a chunk, 480x832")
     assert computed.startswith("computed, 7 of 28 latent frames")
     assert main(["plan", *flags, "--costs", "measured", "--json"]) == 2
     assert "none of this model" in capsys.readouterr().err
@@ -156,6 +150,6 @@ def test_every_row_of_a_plan_says_which_profile_it_used(capsys: pytest.CaptureFi
 
 
 def test_a_description_says_where_the_costs_come_from() -> None:
-    text = describe(SHIPPED["wan2.1-1.3b, 3 frames, decoder vae"])
+    text = describe(SHIPPED["wan2.1-14b, 1 frames, decoder vae"])
     assert "decoder vae" in text
-    assert "wan_block_h200.json" in text
+    assert "wan_decode_h200.json" in text
