@@ -5,8 +5,7 @@
 
 The first lane runs `vision` and `prefix`, the second the denoise loop; both as graphs, with the device's own events for a
 clock, so no host time is in it. For each way to divide the device: either lane alone; two and three requests in flight, each
-entering as the loop of the one before begins; and requests that come evenly spaced, faster and faster until the p99 is too
-long. A spinning kernel keeps the time of arrivals. Tilings of the loop's kernels are chosen for its part and written as tables.
+entering as the loop of the one before begins. Tilings of the loop's kernels are chosen for its part and written as tables.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from stretto.runtime.program import Program
 from stretto.runtime.timing import Stamp
 
 Place = tuple[str, Key, str]
-RATES = tuple(range(64, 136, 6))
 PAIR = ("segments", "block_n", "block_k", "warps", "stages")
 SPLIT = ("block_m", "block_n", "block_k", "splits", "warps", "stages")
 CUT = ("block_m", "block_n", "splits", "warps", "stages", "described")
@@ -215,24 +213,15 @@ def alone(rig: Rig, way: Way, number: int, n: int) -> float:
     return round(float(np.median([e.ms_since(b) for b, e in marks[2:]])), 3)
 
 
-def piped(rig: Rig, way: Way, n: int, *, in_flight: int = 2, rate: float = 0.0) -> dict[str, Any]:
-    """Run requests through both lanes: so many in flight, or at a rate in requests per second, whatever became of others."""
+def piped(rig: Rig, way: Way, n: int, in_flight: int) -> dict[str, Any]:
+    """Run requests through both lanes, so many in flight."""
     rig.load()
     (first, one), (second, two) = rig.lane(way, 0), rig.lane(way, 1)
-    clock = torch.cuda.Stream(rig.device) if rig.gpu else None  # type: ignore[no-untyped-call]
-    came, begun, between, taken, done = [], [], [], [], []
+    begun, between, taken, done = [], [], [], []
     for i in range(n):
-        with rig.on(clock):
-            if rate and rig.gpu:
-                torch.cuda._sleep(int(1.98e9 / rate))
-            came.append(Stamp(rig.device))
         with rig.on(one):
-            if rate:
-                came[i].hold()
-            elif i >= in_flight:
-                done[i - in_flight].hold()
-            if i >= SETS:
-                done[i - SETS].hold()  # its slot
+            if i >= in_flight:
+                done[i - in_flight].hold()  # no more than there are sets of inputs, so its slot is free too
             begun.append(Stamp(rig.device))
             first(i)
             between.append(Stamp(rig.device))
@@ -243,18 +232,13 @@ def piped(rig: Rig, way: Way, n: int, *, in_flight: int = 2, rate: float = 0.0) 
             done.append(Stamp(rig.device))
     done[-1].wait()
     kept = range(n // 5, n)
-    since = came if rate else begun
     span = done[-1].ms_since(done[kept[0]])
-    result = {
+    return {
         "requests_per_s": round(1e3 * (len(kept) - 1) / span, 1) if span > 0 else 0.0,
-        "latency_ms": quantiles([done[i].ms_since(since[i]) for i in kept]),
+        "latency_ms": quantiles([done[i].ms_since(begun[i]) for i in kept]),
         "first_ms": round(float(np.median([between[i].ms_since(begun[i]) for i in kept])), 3),
         "loop_ms": round(float(np.median([done[i].ms_since(taken[i]) for i in kept])), 3),
     }
-    if rate:
-        gap = came[-1].ms_since(came[kept[0]])
-        result["asked_per_s"] = round(1e3 * (len(kept) - 1) / gap, 1) if gap > 0 else 0.0
-    return result
 
 
 def outputs(rig: Rig, way: Way) -> torch.Tensor:
@@ -268,21 +252,12 @@ def outputs(rig: Rig, way: Way) -> torch.Tensor:
     return torch.cat([rig.bench.arenas[name][1:].flatten().double().cpu() for name in rig.model.route.outputs])
 
 
-def measure(rig: Rig, way: Way, want: torch.Tensor | None, p99_ms: float, n: int) -> tuple[dict[str, Any], torch.Tensor]:
+def measure(rig: Rig, way: Way, want: torch.Tensor | None, n: int) -> tuple[dict[str, Any], torch.Tensor]:
     got = outputs(rig, way)
     row: dict[str, Any] = {"first_alone_ms": alone(rig, way, 0, 8), "loop_alone_ms": alone(rig, way, 1, 8)}
     if want is not None:
         row |= {"bit_equal": bool(torch.equal(got, want)), "max_abs": float((got - want).abs().max())}
-    for in_flight in (2, 3):
-        row[f"{in_flight} in flight"] = piped(rig, way, n, in_flight=in_flight)
-    row["at_rates"], row["requests_per_s_at_p99"] = [], 0.0
-    for rate in RATES:
-        found = piped(rig, way, n, rate=rate)
-        row["at_rates"].append(found)
-        if found["latency_ms"]["p99"] > p99_ms:
-            break
-        row["requests_per_s_at_p99"] = found["requests_per_s"]
-    return row, got
+    return row | {f"{k} in flight": piped(rig, way, n, k) for k in (2, 3)}, got
 
 
 def parse() -> argparse.Namespace:
@@ -291,7 +266,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--fp8", action="store_true", help="FP8 too")
-    parser.add_argument("--p99-ms", type=float, default=18.0)
     parser.add_argument("--budget", type=float, default=45.0, help="seconds")
     parser.add_argument("--tables", type=Path, help="folder for tables of the loop's tilings")
     parser.add_argument("--n", type=int, default=30, help="requests of one measurement")
@@ -304,7 +278,7 @@ def main() -> None:
     args.small |= args.device == "cpu"
     device = torch.device(args.device)
     chip, model = Chip(), build(device, args.small)
-    result: dict[str, Any] = {**provenance(device), "small": args.small, "p99_ms": args.p99_ms, "rows": {}}
+    result: dict[str, Any] = {**provenance(device), "small": args.small, "rows": {}}
 
     def said(name: str, row: dict[str, Any]) -> None:
         result["rows"][name] = row
@@ -335,7 +309,7 @@ def main() -> None:
                 model.run_on(quantised(model.module, scales) if fp8 else model.module)
                 rig.forget_first()
             with torch.inference_mode():
-                row, got = measure(rig, way, wants.get(fp8), args.p99_ms, n)
+                row, got = measure(rig, way, wants.get(fp8), n)
             wants.setdefault(fp8, got)
             said(name, row | chip.between(begin, time.monotonic()))
         except Exception as error:  # one way that fails must not lose the others
