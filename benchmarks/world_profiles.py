@@ -1,7 +1,7 @@
 """Turns the profiles that `world.py` measured, and the decoder times of `wan_block.py`, into those that ship with the package.
 
-    cd benchmarks/results && python ../world_profiles.py world_2x_chunk3_h200.json world_seeds_1x_h200.json \\
-        world_2x_h200.json world_1x_vae_h200.json --decoders wan_block_h200.json
+    cd benchmarks/results && python ../world_profiles.py world_1x_h200.json world_2x_h200.json world_1x_vae_h200.json \\
+        --decoders wan_decode_h200.json
 
 One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured: with
 the other stages, or by itself. The VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one
