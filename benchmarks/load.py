@@ -28,72 +28,29 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from deadline_aware import DeadlineAware
 from fcfs_single_flight import Inputs, SingleFlight
 from fleet import Demand, Server, read_back
 from load_demand import DEMANDS, read_demand, wanted
 from load_search import PHASES, RULE, Report, Search, compare, write_traces
 from stock_torch import stock_torch
 
-from stretto.core.chunk import Chunk
-from stretto.core.plan import Device, Mode, Placement, Plan, per_visit, whole
-from stretto.core.route import Route
+from stretto.core.plan import Mode
 from stretto.deploy.calibration import calibrate_at_random
 from stretto.deploy.precision import check_precision, use_fp8
 from stretto.deploy.provenance import provenance
 from stretto.models import pi0
-from stretto.runtime.engine import Engine, Stream
+from stretto.runtime.engine import Engine
 
 SETS = 16  # different inputs in turn
 STOCK = "single_flight_stock_torch"
-
-
-def cut(route: Route, kind: str, device: str, cap: int, mode: Mode) -> Plan:
-    """Return a plan by name: `whole`, `per_visit`, or `stages` (vision | prefix | all denoise steps)."""
-    if kind == "whole":
-        return whole(route, device, batch_cap=cap, mode=mode)
-    if kind == "per_visit":
-        return per_visit(route, device, batch_cap=cap, mode=mode)
-    first = [i for i, v in enumerate(route.visits) if i and v.stage != route.visits[i - 1].stage]
-    placements = tuple(Placement(s, device) for s in route.cut(first))
-    return Plan("stages", (Device(device),), {"default": placements}, {device: cap}, mode=mode)
-
-
-class DeadlineAware:
-    """Our engine: deadlines, batches that are on time, refusals with a reason."""
-
-    name = "deadline_limited"
-
-    def __init__(
-        self, model: Any, device: str, mode: Mode, *, prompt: int, plan: str, cap: int, buckets: tuple[int, ...]
-    ) -> None:
-        shapes = {"prompt": (prompt,), "batch": (*[b for b in buckets if b < cap], cap)}
-        made = cut(model.route, plan, device, cap, mode).with_shapes(shapes).with_dispatch("deadline_limited")
-        self.engine = Engine(model, made, streams=512)
-        self.engine.warm()
-        self._lengths = {"prompt": prompt}
-        self._streams: dict[int, Stream] = {}
-
-    def join(self, robot: int) -> None:
-        self._streams[robot] = self.engine.open()
-
-    def leave_all(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
-
-    def submit(self, robot: int, inputs: Inputs, deadline_s: float) -> Future[Chunk]:
-        return self._streams[robot].submit(inputs, lengths=self._lengths, deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def make_model(name: str, device: str, dtype: str, rtc: tuple[str, ...]) -> Any:
@@ -149,51 +106,61 @@ class Bench:
     inputs: list[Inputs]
     longest_s: float = 0.0
     """What the longest comparison took."""
-    _servers: dict[str, tuple[Server, ...]] = field(default_factory=dict)
-    _alone_ms: dict[str, list[float]] = field(default_factory=dict)
+    _servers: dict[str, list[Server]] = field(default_factory=dict)
+    _now: str = ""
+    """What the model's engines would be made in."""
 
     @property
     def mode(self) -> Mode:
         return "graph" if self.options.device.startswith("cuda") else "eager"
 
-    def servers(self, precision: str) -> tuple[Server, ...]:
-        """Return ours, the same engine one at a time, and stock torch one at a time where it is wanted."""
-        if precision not in self._servers:
-            o, begin_s = self.options, time.perf_counter()
-            told = self._use(precision)
-            buckets = tuple(int(b) for b in o.buckets.split(","))
-            ours = DeadlineAware(self.model, o.device, self.mode, prompt=self.prompt, plan=o.plan, cap=o.cap, buckets=buckets)
-            servers: list[Server] = [ours, SingleFlight(self.model, o.device, self.mode, prompt=self.prompt)]
-            servers += self._stock(told) if precision == "dtype" else []
-            self._servers[precision] = tuple(servers)
-            self._alone_ms[precision] = [alone_ms(s, self.inputs) for s in servers]
-            costs = {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()}
-            ready_s = round(time.perf_counter() - begin_s, 2)
-            alone = {f"{s.name}_ms": round(ms, 4) for s, ms in zip(servers, self._alone_ms[precision], strict=True)}
-            self.report.precisions[precision] = told | {"costs_ms": costs, **alone, "ready_s": ready_s}
-            self.report.save()
-            print(f"{precision}: ready after {ready_s} s, one alone {alone}", flush=True)
-        return self._servers[precision]
+    def servers(self, precision: str) -> Iterator[Server]:
+        """Yield ours, the same engine one at a time, and stock torch one at a time; each is made when it is asked for."""
+        made, told = self._servers.setdefault(precision, []), self.report.precisions.setdefault(precision, {})
+        stock = (self._stock,) if precision == "dtype" else ()
+        for i, make in enumerate((self._ours, self._single, *stock)):
+            if i == len(made):
+                begin_s = time.perf_counter()
+                if self._now != precision:
+                    told |= self._use(precision)
+                if (server := make(told)) is None:
+                    return
+                made.append(server)
+                told[f"{server.name}_ms"] = round(alone_ms(server, self.inputs), 4)
+                told[f"{server.name}_ready_s"] = ready_s = round(time.perf_counter() - begin_s, 2)
+                self.report.save()
+                print(f"{precision}, {server.name}: {told[f'{server.name}_ms']} ms alone, after {ready_s} s", flush=True)
+            yield made[i]
 
     def run(self, demand: Demand, precision: str, guesses: tuple[int, ...] = ()) -> None:
         o = self.options
         print(f"{precision}: {demand}", flush=True)
         servers = self.servers(precision)
-        ours = servers[0]
-        assert isinstance(ours, DeadlineAware)
-        alone = self._alone_ms[precision]
-        guessed = [guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand)]
-        guessed += [guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in alone[1:]]
-        begin_with = guesses or tuple(guessed)
-        servers, begin_with = servers[: len(begin_with)], begin_with[: len(servers)]
+        if not guesses:
+            made = list(self.servers(precision))
+            ours = made[0]
+            assert isinstance(ours, DeadlineAware)
+            alone = [self.report.precisions[precision][f"{s.name}_ms"] for s in made[1:]]
+            guesses = (guess_robots(lambda n: service_ms(ours.engine, n), o.cap, demand),)
+            guesses += tuple(guess_robots(lambda n, ms=ms: ms, 1, demand) for ms in alone)
         search = Search(demand, self.inputs, o.seconds, o.confirm or 2 * o.seconds, o.most)
         factors = [float(f) for f in o.overload.split(",")]
         begin_s = time.perf_counter()
-        asked = compare(search, servers, begin_with, factors, self.report, {"precision": precision})
+        asked = compare(search, servers, guesses, factors, self.report, {"precision": precision})
         self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
         write_traces(asked, demand, self.model.config.action_horizon, o.traces, f"{precision}_{demand.loop}_")
 
-    def _stock(self, told: dict[str, Any]) -> list[Server]:
+    def _ours(self, told: dict[str, Any]) -> Server:
+        o = self.options
+        buckets = tuple(int(b) for b in o.buckets.split(","))
+        ours = DeadlineAware(self.model, o.device, self.mode, prompt=self.prompt, plan=o.plan, cap=o.cap, buckets=buckets)
+        told["costs_ms"] = {"+".join(s): [round(1e3 * c, 4) for c in costs] for s, costs in ours.engine.costs.items()}
+        return ours
+
+    def _single(self, told: dict[str, Any]) -> Server:
+        return SingleFlight(self.model, self.options.device, self.mode, prompt=self.prompt)
+
+    def _stock(self, told: dict[str, Any]) -> Server | None:
         """Make the server of stock torch, compiled if that is wanted and can be done; says which in `told`."""
         o = self.options
         for way in {"none": (), "graph": ("graph",), "compiled": ("compiled", "graph")}[o.stock]:
@@ -202,10 +169,10 @@ class Bench:
                 with stock_torch(compiled=way == "compiled"):
                     server = SingleFlight(self.model, o.device, self.mode, prompt=self.prompt, name=STOCK)
                 told["stock"] = way
-                return [server]
+                return server
             except Exception as error:
                 told[f"stock, {way}"] = f"{type(error).__name__}: {error}"[:600]
-        return []
+        return None
 
     def close(self) -> None:
         for pair in self._servers.values():
@@ -215,6 +182,7 @@ class Bench:
     def _use(self, precision: str) -> dict[str, Any]:
         """Bring the model to a precision, for the engines that are made of it next."""
         o = self.options
+        self._now = precision
         check_precision(precision, torch.device(o.device), str(self.model.module.dtype).removeprefix("torch."))
         self.model.run_on(self.model.module)
         if precision == "dtype":
@@ -274,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     report = Report(fixed, options.out)
     bench = Bench(options, model, prompt, report, make_inputs(model, prompt))
     for precision in dict.fromkeys(precision for _, precision, _ in rows) if options.prepare else ():
-        bench.servers(precision)
+        list(bench.servers(precision))
     for demand, precision, guesses in rows if not options.prepare else ():
         left_s = options.budget - (time.perf_counter() - begin_s)
         if left_s < bench.longest_s:
@@ -301,11 +269,10 @@ def print_headline(report: Report) -> None:
     """Print a line a row and server: robots, misses and tails, and what is left under overload."""
     for row in report.demands:
         name = f"{row['precision']}, {row.get('told') or read_back(row['demand'])}"
-        if "robots_over" not in row:
-            print(f"{name}: {row.get('left') or row.get('error')}")
-            continue
-        print(f"{name}: ours over {row['robots_over']}")
-        for server in ("deadline_limited", *row["robots_over"]):
+        print(f"{name}: {row.get('left') or row.get('error') or row['robots_over']}")
+        for server in ("deadline_limited", "single_flight", STOCK):
+            if server not in row:
+                continue
             best, over = row[server]["largest"], row[server]["overload"]
             kept = "; ".join(f"{f}: {o['goodput_chunks_s']} good/s, refused {o['refused']}" for f, o in over.items())
             tail = (

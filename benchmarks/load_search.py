@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,37 +108,38 @@ class Report:
 
 def compare(
     search: Search,
-    servers: Sequence[Server],
+    servers: Iterable[Server],
     guesses: Sequence[int],
     factors: Sequence[float],
     report: Report,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Asked]]:
-    """Find each server's limit, then overload it; returns what was asked at the limits.
+    """Find each server's limit, then overload it, one server after the other; returns what was asked at the limits.
 
-    The first server is ours; the others also get as many robots as ours can serve. `more` joins the row.
+    The first server is ours; the others also get as many robots as ours can serve. There are as many as guesses of where to
+    begin, each taken when its turn comes. `more` joins the row.
     """
     demand = search.demand
-    row: dict[str, Any] = {"told": f"{demand}", **(more or {})}
+    row: dict[str, Any] = {"told": f"{demand}", **(more or {}), "robots_over": {}}
     row["demand"] = asdict(demand) | {"control_hz": demand.control_hz, "period_ms": 1e3 * demand.period_s}
     report.demands.append(row)
     at_limit: dict[str, list[Asked]] = {}
-    for server, guess in zip(servers, guesses, strict=True):
+    ours = 0
+    for guess, server in zip(guesses, servers, strict=False):
         best, tried, at_limit[server.name] = search.largest(server, guess)
         row[server.name] = {"largest": best, "trials": tried, "overload": {}}
+        robots = best["robots"]
+        fleets = {f"{f:g}": max(1, round(f * robots)) for f in factors}
+        if len(at_limit) == 1:
+            ours = robots
+        else:
+            row["robots_over"][server.name] = round(ours / robots, 3) if robots else None
+            if ours and ours not in (*fleets.values(), robots):
+                fleets["as many as ours"] = ours
         report.save()
-    ours, *others = (row[s.name]["largest"]["robots"] for s in servers)
-    ratios = {s.name: round(ours / n, 3) if n else None for s, n in zip(servers[1:], others, strict=True)}
-    row["robots_over"] = ratios
-    report.save()
-    for server in servers:
-        mine = row[server.name]["largest"]
-        capacity = mine["goodput_chunks_s"]
-        fleets = {f"{f:g}": max(1, round(f * mine["robots"])) for f in factors}
-        if server is not servers[0] and ours not in (*fleets.values(), mine["robots"]) and ours:
-            fleets["as many as ours"] = ours
         for name, robots in fleets.items():
             found, _ = search.trial(server, robots)
+            capacity = best["goodput_chunks_s"]
             found["goodput_kept"] = round(found["goodput_chunks_s"] / capacity, 4) if capacity else None
             row[server.name]["overload"][name] = found
             report.save()
