@@ -52,7 +52,8 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
     precision: Literal["dtype", "fp8", "fp8-emulated"] = "dtype"
-    """Policies: as `stretto serve`; without a calibration beside the checkpoint, on scales of random inputs."""
+    """Policies: as `stretto serve`; without a calibration beside the checkpoint, on scales of random inputs. World models: of
+    the products of their blocks, with a scale a row."""
     warmup: int = 20
     n: int = 100
     """Policies: timed runs."""
@@ -120,6 +121,7 @@ def _world(args: Args) -> dict[str, Any]:
         devices=tuple(args.device.split(",")),
         dtype=args.dtype,
         mode=args.mode,
+        precision=args.precision,
     )
     return bench_world(options)
 

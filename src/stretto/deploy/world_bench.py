@@ -24,7 +24,7 @@ from stretto.deploy.world_plans import ONE, SEVERAL, fitting, plan_of, predicted
 from stretto.deploy.worlds import AnywhereModel, RandomWorld, config_of
 from stretto.layers.tuning import choices
 from stretto.models.wan import DECODE
-from stretto.models.wan_config import WanConfig
+from stretto.models.wan_config import Precision, WanConfig
 from stretto.models.wan_noise import chunk_key
 from stretto.runtime.engine import Engine
 from stretto.runtime.fleet import Workers
@@ -331,6 +331,7 @@ class WorldBenchOptions:
     devices: tuple[str, ...] = ("auto",)
     dtype: str = "auto"
     mode: str = "auto"
+    precision: Precision = "dtype"
 
 
 def bench_world(options: WorldBenchOptions) -> dict[str, Any]:
@@ -365,6 +366,7 @@ def _sized(options: WorldBenchOptions, dtype: str, frames: int, window: int) -> 
         pixel_width=options.pixel_width,
         decoder=options.decoder,
         dtype=dtype,
+        precision=options.precision,
     )
 
 
