@@ -49,11 +49,11 @@ class Pending:
     def add(self, passage: Passage) -> bool:
         """Note what a device said; True when nothing is missing any more. The order does not matter."""
         self.passages.append(passage)
+        if not self.every_device:
+            return passage.outputs is not None
         return len(self.passages) == self._expected() and any(p.outputs is not None for p in self.passages)
 
     def _expected(self) -> int:
-        if not self.every_device:
-            return 1
         return 1 + sum(a.device != b.device for a, b in itertools.pairwise(self.flow.placements))
 
     def chunk(self) -> Chunk:

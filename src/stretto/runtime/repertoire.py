@@ -74,6 +74,8 @@ class Repertoire:
             (route, p.segment, p.lane): Entry(self._numbers[k], self._programs[k], k[1])
             for (route, p), k in self._places.items()
         }
+        self._met: dict[tuple[int, str], tuple[Placement, Entry]] = {}
+        """The same by the placement itself, which is kept so that its number stays its own."""
         self._cap = plan.batch_cap(name)
         self._blank = {
             name: (0, torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device))
@@ -93,8 +95,12 @@ class Repertoire:
 
     def entry(self, flow: Flow) -> Entry:
         """Return what a chunk's task here is."""
-        place = flow.placement
-        return self._at[flow.route, place.segment, place.lane]
+        place = flow.placements[flow.at]
+        found = self._met.get((id(place), flow.route))
+        if found is None:
+            entry = self._at[flow.route, place.segment, place.lane]
+            found = self._met[id(place), flow.route] = place, entry
+        return found[1]
 
     def _of_lane(self, lane: Lane) -> dict[Kind, Program]:
         return {kind: program for kind, program in self._programs.items() if kind[2] == lane.number}
