@@ -76,7 +76,7 @@ constexpr size_t STACK = 32 * 1024;
 struct Grid {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::vector<Meeting> all, clusters;
+    std::vector<Meeting> all, groups, clusters;
     std::vector<std::vector<char>> shared;
     std::vector<Copy> copies;
     std::vector<uint64_t> asleep;
@@ -190,7 +190,7 @@ const char* launch(int ctas, int threads, int shared_bytes, Kernel kernel, int c
     states().clear();
     grid->threads = threads, grid->kernel = kernel, grid->cluster = cluster;
     grid->fibers.resize(ctas * threads), grid->warps.resize(ctas * threads / 32);
-    grid->all.resize(ctas), grid->asleep.resize(ctas), grid->clusters.resize(ctas / cluster);
+    grid->all.resize(ctas), grid->groups.resize(ctas * threads / 128), grid->asleep.resize(ctas), grid->clusters.resize(ctas / cluster);
     // Bits that are no number: nobody may depend on what shared memory holds at first.
     grid->shared.assign(ctas, std::vector<char>(shared_bytes + 1024, char(0xff)));
     const size_t bytes = grid->fibers.size() * STACK;
@@ -293,6 +293,7 @@ inline float from_lane_xor(float x, int mask) {
     std::memcpy(&x, &out, 4);
     return x;
 }
+inline void sync_group(int group) { host::meet(host::grid->groups[block_id() * (host::grid->threads / 128) + group], 128); }
 inline void sync_all() { host::meet(host::grid->all[block_id()], host::grid->threads); }
 using Barrier = uint64_t;
 inline void barrier_init(Barrier* b, uint32_t arrivals) {

@@ -6,7 +6,7 @@
 namespace chain {
 
 constexpr int KEY_CUTS = 8, KEYS = 128, BLOCK_TOKENS = 8, QUERIES = BLOCK_TOKENS * HEADS;
-// A cut is a part of the prefix, and behind it a part of the suffix.
+// A cut is a part of the prefix, and behind it, in the second half of its keys, a part of the suffix.
 constexpr int SUFFIX_KEYS = (MAX_TOKENS + KEY_CUTS - 1) / KEY_CUTS, MAX_PREFIX = KEY_CUTS * (KEYS - SUFFIX_KEYS);
 static_assert(QUERIES == 64 && MAX_PREFIX == 968);
 
@@ -24,7 +24,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::let_next_start();
     stamp(a.all, 0);
     const int cluster = device::block_id() / KEY_CUTS, half = cluster % 2, rank = device::rank_in_cluster();
-    const int tokens = a.all.tokens, block = cluster / 2, span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS;
+    const int tokens = a.all.tokens, block = cluster / 2;
+    const int span = (a.prefix + KEY_CUTS - 1) / KEY_CUTS, own = (tokens + KEY_CUTS - 1) / KEY_CUTS, suffix = max(span, KEYS / 2);
     char *keys = shared, *values = shared + V_AT, *queries = shared + Q_AT;
     float* bias = reinterpret_cast<float*>(shared + BIAS_AT);
     device::Barrier* queries_there = reinterpret_cast<device::Barrier*>(shared + ATTENTION_BARRIERS_AT);
@@ -47,7 +48,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     }
     if (who.thread < KEYS) {
         const int row = who.thread, key = rank * span + row;
-        const bool valid = row < span ? key < bound && a.mask[key] : row < span + own && rank * own + row - span < tokens;
+        const bool valid = row < span ? key < bound && a.mask[key] : row >= suffix && row < suffix + own && rank * own + row - suffix < tokens;
         bias[row] = valid ? 0.0f : -2.0e30f;
     }
     if (block == 0 && a.k_next != nullptr && a.token_step == HEAD && who.thread < 32) {
@@ -74,7 +75,9 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         for (int i = 0; i <= HEAD_CHUNKS; ++i) device::barrier_wait(keys_there + i, 0);
         clear(there, span);
     }
-    clear(span + own, KEYS);
+    clear(span, suffix), clear(suffix + own, KEYS);
+    device::before_products();
+    device::sync_all();
     stamp(a.all, 1);
     device::await_previous();
     stamp(a.all, 2);
@@ -88,17 +91,20 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
             device::barrier_arrive_expecting(queries_there + c, QUERY_CHUNK);
             device::copy_row(queries + c * QUERY_CHUNK, from, QUERY_CHUNK, queries_there + c);
         }
+    // The suffix's keys are the second warp group's, which waits for them. Its values are needed later, by both.
+    if (who.group == 1) {
 #pragma unroll 1
-    for (int i = who.thread; i < own * 48; i += ATTENTION_THREADS) {
-        const int row = i / 48, piece = i % 48, key = rank * own + row;
-        const bool there = key < tokens, value = piece >= 32;
-        const bf16* from = (value ? a.v_fresh + half * HALF - 256 : a.k_fresh) + (there ? key : 0) * HEAD + piece * 8;
-        device::fetch16(value ? values + place(span + row, piece - 32) : keys + place(span + row, piece), from, there);
+        for (int i = who.index; i < own * 48; i += GROUP) {
+            const int row = i / 48, piece = i % 48, key = rank * own + row;
+            const bool there = key < tokens, value = piece >= 32;
+            const bf16* from = (value ? a.v_fresh + half * HALF - 256 : a.k_fresh) + (there ? key : 0) * HEAD + piece * 8;
+            device::fetch16(value ? values + place(suffix + row, piece - 32) : keys + place(suffix + row, piece), from, there);
+        }
+        device::end_fetches();
+        device::await_fetches<0>();
+        device::before_products();
+        device::sync_group(who.group);
     }
-    device::end_fetches();
-    device::await_fetches<0>();
-    device::before_products();
-    device::sync_all();
     stamp(a.all, 3);
 
     // A warp group has half of the keys, and then half of the columns.

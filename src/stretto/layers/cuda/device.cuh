@@ -22,6 +22,8 @@ ON_DEVICE long long nanoseconds() {
 }
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 ON_DEVICE void sync_all() { __syncthreads(); }
+// The threads of a warp group, of 128.
+ON_DEVICE void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 ON_DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 ON_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
