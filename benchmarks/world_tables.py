@@ -39,6 +39,7 @@ def worlds(result: dict[str, Any]) -> Iterator[str]:
         "frames a chunk",
         "window",
         "decoder",
+        "precision",
         "plan",
         "GPUs",
         "mode",
@@ -60,6 +61,7 @@ def worlds(result: dict[str, Any]) -> Iterator[str]:
             r["chunk_frames"],
             r["window_frames"],
             r["decoder"],
+            r.get("precision", "dtype"),
             r["plan"],
             r["devices"],
             r["mode"],
@@ -89,7 +91,7 @@ def worlds(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _shape(row: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(row[k] for k in ("model", "chunk_frames", "window_frames", "decoder"))
+    return *(row[k] for k in ("model", "chunk_frames", "window_frames", "decoder")), row.get("precision", "dtype")
 
 
 def fidelity(result: dict[str, Any]) -> Iterator[str]:
