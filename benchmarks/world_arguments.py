@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from stretto.core.plan import Mode
-from stretto.deploy.world_bench import WorldBench, resolve
+from stretto.deploy.world_bench import WorldBench
+from stretto.deploy.world_bench_options import resolve
 from stretto.deploy.world_rig import host_s
 from stretto.sched.profile import Profile
 

@@ -15,7 +15,7 @@ from stretto.core.errors import ConfigError
 from stretto.core.route import Segment, Visit
 from stretto.deploy.drive import Done, Measured
 from stretto.deploy.profile import ProfileOptions, measure, passes_of
-from stretto.deploy.world_bench import WorldBenchOptions, bench_world
+from stretto.deploy.world_bench_options import WorldBenchOptions, bench_world
 from stretto.deploy.world_plans import ONE, SEVERAL, plan_of, predicted
 from stretto.deploy.worlds import RandomWorld, config_of
 from stretto.models import pi0, wan

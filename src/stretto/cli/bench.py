@@ -103,7 +103,7 @@ def _policy(args: Args) -> dict[str, Any]:
 
 
 def _world(args: Args) -> dict[str, Any]:
-    from stretto.deploy.world_bench import WorldBenchOptions, bench_world
+    from stretto.deploy.world_bench_options import WorldBenchOptions, bench_world
 
     height, width = pixels(args.size)
     options = WorldBenchOptions(
