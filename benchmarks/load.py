@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -50,6 +52,7 @@ from stretto.models import pi0
 from stretto.runtime.engine import Engine
 
 SETS = 16  # different inputs in turn
+COMPILE_S = 75.0  # how long stock torch may take to compile, beside the making of our server
 STOCK = "single_flight_stock_torch"
 
 
@@ -109,6 +112,7 @@ class Bench:
     _servers: dict[str, list[Server]] = field(default_factory=dict)
     _now: str = ""
     """What the model's engines would be made in."""
+    _compiling: subprocess.Popen[bytes] | None = None
 
     @property
     def mode(self) -> Mode:
@@ -126,6 +130,7 @@ class Bench:
                 if (server := make(told)) is None:
                     return
                 made.append(server)
+                self._compiled()
                 told[f"{server.name}_ms"] = round(alone_ms(server, self.inputs), 4)
                 told[f"{server.name}_ready_s"] = ready_s = round(time.perf_counter() - begin_s, 2)
                 self.report.save()
@@ -159,6 +164,31 @@ class Bench:
 
     def _single(self, told: dict[str, Any]) -> Server:
         return SingleFlight(self.model, self.options.device, self.mode, prompt=self.prompt)
+
+    def compile_stock(self) -> dict[str, Any]:
+        """Make the server of stock torch and ask it once; returns what became of it."""
+        told: dict[str, Any] = {}
+        if (server := self._stock(told)) is not None:
+            told["ms"] = alone_ms(server, self.inputs)
+            server.close()
+        return told
+
+    def compile_beside(self) -> None:
+        """Begin to compile stock torch in a process of its own, into the cache that this one will find."""
+        o = self.options
+        flags = [f"--{name}={getattr(o, name)}" for name in ("model", "device", "dtype", "prompt", "rtc")]
+        self._compiling = subprocess.Popen([sys.executable, __file__, "--only-compile", *flags])
+
+    def _compiled(self) -> None:
+        """Wait for that: nothing may run beside a trial."""
+        if self._compiling is not None:
+            try:
+                self._compiling.wait(COMPILE_S)
+            except subprocess.TimeoutExpired:
+                self._compiling.kill()
+            if self._compiling.wait() != 0:
+                self.options.stock = "graph"
+            self._compiling = None
 
     def _stock(self, told: dict[str, Any]) -> Server | None:
         """Make the server of stock torch, compiled if that is wanted and can be done; says which in `told`."""
@@ -202,7 +232,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--stock", default="compiled", choices=("none", "graph", "compiled"), help="stock torch beside the others, in `dtype`"
     )
     parser.add_argument(
-        "--prepare", action="store_true", help="make all servers, so that compilers have their caches, and run nothing"
+        "--only-compile", action="store_true", help="make the server of stock torch, for torch's cache, and end"
     )
     parser.add_argument("--cap", type=int, default=16, help="most robots in one batch of ours")
     parser.add_argument("--buckets", default="1,2,3,4,5,6,7,8,10,12,16,20,24,32", help="batch sizes to capture, up to the cap")
@@ -241,9 +271,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     report = Report(fixed, options.out)
     bench = Bench(options, model, prompt, report, make_inputs(model, prompt))
-    for precision in dict.fromkeys(precision for _, precision, _ in rows) if options.prepare else ():
-        list(bench.servers(precision))
-    for demand, precision, guesses in rows if not options.prepare else ():
+    if options.only_compile:
+        print(bench.compile_stock())
+        return report.to_json()
+    if options.stock == "compiled" and any(p == "dtype" and len(g) != 2 for _, p, g in rows) and options.budget > 0:
+        bench.compile_beside()
+    for demand, precision, guesses in rows:
         left_s = options.budget - (time.perf_counter() - begin_s)
         if left_s < bench.longest_s:
             why = f"no time: {left_s:.0f} s, the longest took {bench.longest_s:.0f}"
