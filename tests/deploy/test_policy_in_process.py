@@ -66,6 +66,12 @@ def test_every_plan_gives_the_same_bits(tiny_checkpoint: Path, policy: Policy, p
         other.close()
 
 
+@pytest.mark.parametrize("sms", [(88,), (88, 0), (88, 44)])
+def test_parts_for_lanes_that_the_device_cannot_have_are_refused(tiny_checkpoint: Path, sms: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="two lanes of a GPU"):
+        load_policy(tiny_checkpoint, PolicyOptions(device="cpu", plan="overlapped", lane_sms=sms, degenerate="hold"))
+
+
 def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:
     a = policy.infer(observation(0), RequestOptions(seed=1))["actions"]
     assert not np.array_equal(policy.infer(observation(0), RequestOptions(seed=2))["actions"], a)

@@ -30,6 +30,8 @@ class PolicyFlags:
     plan: Literal["auto", "whole", "per_visit", "overlapped"] = "auto"
     """One segment for the lowest latency of one robot, robots joining and leaving batches between denoise steps, or the
     denoise loop of some beside vision and prefix of others."""
+    lane_sms: tuple[int, ...] = ()
+    """With overlapped on a GPU: multiprocessors of each lane while both are at work, such as 88 44; without it they take turns."""
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
@@ -67,6 +69,7 @@ class PolicyFlags:
             fp8_scales=self.fp8_scales,
             fp8_shadow=self.fp8_shadow,
             plan=self.plan,
+            lane_sms=self.lane_sms,
             max_batch=self.max_batch,
             dispatch=self.dispatch,
             rtc=self.rtc,

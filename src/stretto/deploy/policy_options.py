@@ -88,6 +88,9 @@ def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan
     if kind == "whole":
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     elif kind == "overlapped":
+        if options.lane_sms and (len(options.lane_sms) != 2 or min(options.lane_sms) < 1 or device.type != "cuda"):
+            expected = "none, or the multiprocessors of two lanes of a GPU"
+            raise ConfigError("lane_sms", got=f"{options.lane_sms} on {device.type}", expected=expected)
         parted = bool(options.lane_sms)
         between = options.max_batch > 1 or parted
         plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=between)
