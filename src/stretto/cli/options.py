@@ -31,7 +31,7 @@ class PolicyFlags:
     """One segment for the lowest latency of one robot, robots joining and leaving batches between denoise steps, or the
     denoise loop of some beside vision and prefix of others."""
     lane_sms: tuple[int, ...] = ()
-    """With overlapped on a GPU: multiprocessors of each lane while both are at work, such as 88 44; without it they take turns."""
+    """With overlapped on a GPU: multiprocessors of each lane while both are at work, such as 88 44; else they take turns."""
     max_batch: int = 8
     """Most robots in one batch."""
     dispatch: str | None = None
