@@ -15,9 +15,14 @@ TAKTS = (1.0, 1.1, 1.25, 1.5, 2.0)
 Scenes = dict[tuple[str, int], int]
 
 
-def needed(rows: Sequence[Mapping[str, Any]]) -> Scenes:
+def beside(rows: Sequence[dict[str, Any]], row: Mapping[str, Any], delay: int, *modes: str) -> dict[str, Any] | None:
+    """Return the first row of these modes at a delay, of the same device where there is one."""
+    found = [r for r in rows if r["delay"] == delay and r["mode"] in modes]
+    return next((r for r in found if r.get("device") == row.get("device")), found[0] if found else None)
+
+
+def needed(plain: Mapping[str, Any] | None) -> Scenes:
     """Return the control steps that each solved scene needs without delay; `sync` and `naive` are then the same."""
-    plain = next((r for r in rows if r["delay"] == 0 and r["mode"] in ("sync", "naive")), None)
     return {} if plain is None else {(task, seed): steps for task, seed, success, steps in plain["runs"] if success}
 
 
@@ -29,16 +34,16 @@ def on_time(row: Mapping[str, Any], scenes: Scenes, takt: float) -> dict[tuple[s
 
 def judge(rows: Sequence[dict[str, Any]], takt: float) -> None:
     """Add to each row who was on time, and how that compares with `naive` in the same scenes."""
-    scenes = needed(rows)
-    naive = {r["delay"]: r for r in rows if r["mode"] == "naive"}
-    for r in rows if scenes else ():
+    for r in rows:
+        if not (scenes := needed(beside(rows, r, 0, "sync", "naive"))):
+            continue
         done = on_time(r, scenes, takt)
         r["on_time"] = round(sum(done.values()) / max(1, len(done)), 4)
         r["on_time_interval"] = [round(x, 4) for x in wilson(sum(done.values()), len(done))]
         r["on_time_by_takt"] = {str(t): sum(on_time(r, scenes, t).values()) for t in TAKTS}
         ratios = [steps / scenes[task, seed] for task, seed, _, steps in r["runs"] if (task, seed) in scenes]
         r["steps_over_needed_median"] = round(float(np.median(ratios)), 4)
-        if (other := naive.get(r["delay"])) is not None and r["mode"] != "naive":
+        if (other := beside(rows, r, r["delay"], "naive")) is not None and r["mode"] != "naive":
             r["against_naive"] = {
                 "on_time": split(done, on_time(other, scenes, takt)),
                 "in_the_end": split(*({(t, s): ok for t, s, ok, _ in row["runs"]} for row in (r, other))),
@@ -77,7 +82,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
-    """Draw success and the largest step over delay."""
+    """Draw success and the largest step over delay; of two rows of one mode and delay the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -87,7 +92,8 @@ def draw(rows: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
     FigureCanvasAgg(figure)
     (success, timely), (largest, seams) = figure.subplots(2, 2)
     for i, mode in enumerate(dict.fromkeys(r["mode"] for r in rows)):
-        mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["delay"])
+        first = {r["delay"]: r for r in reversed(rows) if r["mode"] == mode}
+        mine = [first[delay] for delay in sorted(first)]
         delays, line = [r["delay"] for r in mine], {"color": COLOURS[i], "label": mode, "marker": "osD^v"[i % 5], "ms": 4}
         success.plot(delays, [100 * r["success_rate"] for r in mine], **line)
         bounds = [[100 * r["interval"][k] for r in mine] for k in (0, 1)]
@@ -100,8 +106,8 @@ def draw(rows: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> None:
         seams.plot(delays, [r["seam_step_mean"] or 0.0 for r in mine], **line)
     success.set(ylabel="success in the end, %", ylim=(-2, 102))
     timely.set(ylabel="success on time, %", ylim=(-2, 102))
-    largest.set(ylabel="largest step between commands", ylim=(0, None))
-    seams.set(ylabel="step where chunks meet, mean", ylim=(0, None))
+    largest.set(ylabel="largest step between commands", ylim=(0, 1.1 * largest.get_ylim()[1]))
+    seams.set(ylabel="step where chunks meet, mean", ylim=(0, 1.1 * seams.get_ylim()[1]))
     for axes in (success, timely, largest, seams):
         axes.set_xlabel("delay, control steps")
         axes.grid(color="0.92", lw=0.6)
