@@ -104,8 +104,13 @@ ON_DEVICE void ask_for_tile(const Map& map, const Place& place) {
 }
 
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
+#ifdef STRETTO_LATE
+ON_DEVICE void let_next_start() {}
+ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
 ON_DEVICE void ask_for(const void* from, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
