@@ -81,6 +81,9 @@ class Stream:
         `chunk` makes a chunk of the stream again; None takes the next one. `row` is one that `row()` returned for this chunk:
         inputs that are its own views need not be copied.
 
+        Callbacks of the future run on the engine's thread, and where streams have state no device chooses a batch while those
+        of chunks that left together run: keep them short.
+
         Raises:
             FieldError: if an input is missing, unknown, or of another shape or dtype.
             StreamClosedError: if the stream was closed.
