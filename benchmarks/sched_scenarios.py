@@ -91,8 +91,11 @@ def joint_with_greedy(model: str = "wan2.1-14b") -> list[dict[str, Any]]:
     profile = costs(model, {})
     devices = [Device(f"gpu:{i}", f"node{i // 8}", profile.memory_bytes) for i in range(24)]
     out = []
-    for streams in (18, 20, 21):
-        specs = [StreamSpec(f"s{i}", model, 1.6, 8.0) for i in range(streams)]
+    streams = 21
+    for share in (0.8, 0.9, 0.95):
+        # Heaviest ranks ask for this share of their device.
+        interval_s = 1.02 * streams * profile.work_s / len(devices) / share
+        specs = [StreamSpec(f"s{i}", model, interval_s, 8.0 * interval_s) for i in range(streams)]
         placed = spread(profile, devices, specs)
         for name, ahead, options in (
             ("greedy batches, first come first served", 0, {"greedy": True, "dispatch": "first_come_first_served"}),
@@ -111,6 +114,8 @@ def joint_with_greedy(model: str = "wan2.1-14b") -> list[dict[str, Any]]:
             out.append(
                 {
                     "streams": streams,
+                    "load": share,
+                    "interval_ms": round(interval_s * 1e3, 1),
                     "dispatch": name,
                     "ahead": ahead,
                     "caps": caps,

@@ -1,6 +1,6 @@
 """The simulator against the real executor, with world models on the GPUs at hand: one or two, in one process or in several.
 
-    python benchmarks/world_fidelity.py --budget 150 --out benchmarks/results/world_fidelity_1x_h200.json
+    python benchmarks/world_fidelity.py --budget 150 --out benchmarks/results/world_fidelity_2x_h200.json
 
 Every model is profiled first, on the devices and in the mode of the run, under load. Then scripts of one to four streams,
 some of which arrive late or are cancelled on their way, run on the engine and in the simulator: the same plan, the same
