@@ -12,11 +12,13 @@ by bit where no batch is larger than one. A request's time is from its hand-over
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,14 @@ from stretto.core.chunk import Chunk
 from stretto.core.plan import Device, Mode, Placement, Plan, overlapped, per_visit, whole
 from stretto.core.route import Route
 from stretto.deploy.provenance import provenance
+from stretto.layers.tuning import choices
 from stretto.models.pi0_fp8 import observed, quantised
 from stretto.runtime.engine import Engine
 
 Inputs = dict[str, np.ndarray]
+TWO = ", a launch each"
+CHAIN = TWO + ", the loop by the chain"
+LOOP = "expert_layers", (1, 50, 18, 1024, 4096, 8, 1, 256, 968), "bfloat16"
 
 
 def parted(plan: Plan, device: str, *sms: int) -> Plan:
@@ -48,15 +54,16 @@ def two_whole(route: Route, device: str, mode: Mode) -> Plan:
 
 def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
     """Return the plans to compare, by what they do."""
-    apart = overlapped(route, device, mode=mode, between_visits=True)
+    together, apart = (overlapped(route, device, mode=mode, between_visits=visits) for visits in (False, True))
     return {
         "one lane, whole route": whole(route, device, mode=mode),
         "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
         **{
-            f"two lanes, on {a} and {b} multiprocessors": parted(apart, device, a, b)
-            for a, b in ((88, 44), (104, 28), (96, 36), (80, 52))
+            f"two lanes, on {a} and {b} multiprocessors{words}": parted(lanes, device, a, b)
+            for a, b in ((80, 52), (88, 44), (96, 36))
+            for words, lanes in ((CHAIN, together), (TWO, together), ("", apart))
         },
         "two lanes, whole route in each": two_whole(route, device, mode),
     }
@@ -157,6 +164,8 @@ def compared(done: Sequence[tuple[float, float, int, Chunk]], want: Sequence[np.
 
 
 def measure(engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()
+    gc.freeze()  # as a server does once it is ready
     load = Load(engine, feed, args.prompt, args.robots)
     load.closed(args.seconds / 4)
     row: dict[str, Any] = {"closed": load.closed(args.seconds)}
@@ -178,6 +187,7 @@ def measure(engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], 
     held = [r["requests_per_s"] for r in (row["closed"], *row["open"]) if r["latency_ms"]["p99"] <= args.p99_ms]
     row["requests_per_s_at_p99"] = max(held, default=0.0)
     load.close()
+    gc.unfreeze()
     return row
 
 
@@ -246,7 +256,7 @@ def compare(
     """Yield a row for each plan."""
     want = alone(model, args.device, mode, feed, args.prompt)
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
-        name: lambda plan=plan: tried(model, plan, feed, want, args)
+        name: lambda plan=plan, name=name: tried(model, plan, feed, want, args, chain=name.endswith(CHAIN))
         for name, plan in plans(model.route, args.device, mode, args.cap).items()
         if not args.plans or name in args.plans
     }
@@ -264,17 +274,33 @@ def compare(
 
 
 def tried(
-    model: Any, plan: Plan, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace
+    model: Any, plan: Plan, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace, *, chain: bool = False
 ) -> dict[str, Any]:
     begin = time.perf_counter()
     cap = max(plan.batch_caps.values())
     engine = Engine(model, replace(plan, shapes={"batch": tuple(range(1, cap + 1)), "prompt": (args.prompt,)}))
-    engine.warm()
+    with loop_by_chain(plan) if chain else nullcontext():
+        engine.warm()
     warm_s = round(time.perf_counter() - begin, 2)
     try:
         return {"warm_s": warm_s, **measure(engine, feed, want, args)}
     finally:
         engine.close()
+
+
+@contextmanager
+def loop_by_chain(plan: Plan) -> Iterator[None]:
+    """Capture inside with the loop by the chain of launches on the second lane's part, whatever its table says."""
+    ((device, sms),) = plan.lane_sms.items() or (("cpu", (0, 0)),)
+    table = choices(torch.device(device), sms[1])
+    known = table.known
+    table.known = {**known, LOOP: {"impl": "chain"}}
+    table.asked.clear()
+    try:
+        yield
+    finally:
+        table.known = known
+        table.asked.clear()
 
 
 if __name__ == "__main__":
