@@ -38,7 +38,7 @@ def attention_fp8_triton(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, multipl
     choice = chosen("attention", q_BTHd, k_BNKd, v_BNKd, None)
     if choice is not None and choice["impl"] == "tma" and _describable(q_BTHd):
         return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), multiplier=multiplier)
-    return to_fp8(attention(q_BTHd, k_BNKd, v_BNKd), multiplier)
+    return _coded(attention(q_BTHd, k_BNKd, v_BNKd), multiplier)
 
 
 def prefix_attention_fp8_triton(
@@ -53,7 +53,12 @@ def prefix_attention_fp8_triton(
         tiling = hopper.Tiling.of(choice)
         if tiling.splits == 1:
             return hopper.hopper_attention(q_BTHd, *arena, slots_B, mask_BP, tiling, multiplier=multiplier)
-    return to_fp8(prefix_attention(q_BTHd, *arena, slots_B, key_mask_BP=mask_BP), multiplier)
+    return _coded(prefix_attention(q_BTHd, *arena, slots_B, key_mask_BP=mask_BP), multiplier)
+
+
+def _coded(x_BTHd: Tensor, multiplier: Tensor) -> Tensor:
+    """Code a token as one row: rows as short as a head are slow to write."""
+    return to_fp8(x_BTHd.flatten(2), multiplier).view(x_BTHd.shape)
 
 
 def _describable(q_BTHd: Tensor) -> bool:
