@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,15 +22,28 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 
 BF16_FLOP_S, FP8_FLOP_S, BYTES_S = 790e12, 1400e12, 4.3e12  # measured on an H200; FP8 as assumed for the floors
 MARK = "op:"
 PRODUCTS = {
-    *("dense", "linear_geglu", "linear_gelu", "linear_rope_write", "linear_add_layer_norm"),
-    *("norm_qkv", "norm_geglu", "gated_linear", "enter_stream", "leave_stream", "fp8_linear_geglu", "fp8_linear_gelu"),
+    *("dense", "linear_geglu", "linear_gelu", "linear_rope_write"),
+    *("linear_add_layer_norm", "linear_add_rms_norm", "linear_add_ada_rms_norm"),
+    *(
+        "product",
+        "norm_qkv",
+        "norm_geglu",
+        "gated_linear",
+        "enter_stream",
+        "leave_stream",
+        "fp8_linear_geglu",
+        "fp8_linear_gelu",
+    ),
 }
-ATTENTIONS = {"attention", "prefix_attention"}
+ATTENTIONS = {"attention", "prefix_attention", "attention_fp8", "prefix_attention_fp8"}
+HELPERS = ("Memset", "splitKreduce")
+"""Launches of a product that are no product of their own."""
 TORCH_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_scaled_mm": 0}
 """Torch's products, and which of their arguments is the left matrix."""
 
@@ -94,17 +108,31 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched(calls: dict[str, Work]) -> Iterator[None]:
-    """Mark every call of a fused op in the trace, and note what it has to do."""
-    inner = FusedOp.__call__
+    """Mark every call of a fused op in the trace, and of cuBLASLt outside of one, and note what it has to do."""
+    fused, product = FusedOp.__call__, cublas_lt.matmul
+    depth = 0
 
-    def marked(self: FusedOp[Any, Any], *args: Any, **named: Any) -> Any:
+    def noted(run: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        nonlocal depth
+        if depth:  # a fused op's own calls are its own
+            return run(*args, **named)
         mark = f"{MARK}{len(calls)}"
-        with torch.profiler.record_function(mark):
-            result = inner(self, *args, **named)
-        calls[mark] = work_of(self.name, args, named, result)
+        depth += 1
+        try:
+            with torch.profiler.record_function(mark):
+                result = run(*args, **named)
+        finally:
+            depth -= 1
+        calls[mark] = work_of(name, args, named, result)
         return result
 
-    with patch.object(FusedOp, "__call__", marked):
+    def op(self: FusedOp[Any, Any], *args: Any, **named: Any) -> Any:
+        return noted(partial(fused, self), self.name, args, named)
+
+    def lt(*args: Any, **named: Any) -> Any:
+        return noted(product, "product", args, named)
+
+    with patch.object(FusedOp, "__call__", op), patch.object(cublas_lt, "matmul", lt):
         yield
 
 
@@ -158,15 +186,16 @@ def top(found: Sequence[tuple[Work, str, float]], calls: Mapping[str, Work], mos
         runs[work.label] = runs.get(work.label, 0) + 1
     rows: dict[str, dict[str, Any]] = {}
     for work, kernel, us in found:
-        row = rows.setdefault(work.label, {"us": 0.0, "launches": 0, "kernels": {}, "work": work})
+        row = rows.setdefault(work.label, {"us": 0.0, "launches": 0, "products": 0, "kernels": {}, "work": work})
         row["us"] += us
         row["launches"] += 1
+        row["products"] += not any(name in kernel for name in HELPERS)
         row["kernels"][kernel] = row["kernels"].get(kernel, 0.0) + us
     shown = []
     for label, row in sorted(rows.items(), key=lambda r: -r[1]["us"])[:most]:
         one = row["work"].floor_us
         # A torch op is one kernel, as far as products go.
-        floor = None if one is None else one * runs.get(label, row["launches"])
+        floor = None if one is None else one * runs.get(label, row["products"])
         kernels = {name: round(us, 1) for name, us in sorted(row["kernels"].items(), key=lambda k: -k[1])[:3]}
         shown.append(
             {
