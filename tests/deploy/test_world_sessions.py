@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from stretto.core.errors import (
 from stretto.deploy.world import World, WorldOptions
 from stretto.deploy.world_actions import HeldTrack
 from stretto.models.wan_actions import ActionTrack
+from stretto.models.wan_vae import WAN21_VAE, WAN22_VAE, build_vae, load_vae
 
 CHANGES: dict[str, Any] = {"window_frames": 3}
 
@@ -247,3 +249,40 @@ def test_a_quick_tap_is_shown_for_one_sample_and_the_last_value_is_held() -> Non
     track.say([[1.0], [2.0], [3.0]], 5)
     assert track.take(2)[0].flatten().tolist() == [1.0, 2.0]
     assert track.take(2)[0].flatten().tolist() == [3.0, 3.0]
+
+
+SMALL_VAE = {"base_dim": 8, "dim_mult": (1, 1, 1, 1), "num_res_blocks": 1}
+
+
+def vae_folder(where: Path, form: Mapping[str, Any], **changes: Any) -> Path:
+    build_vae(form, **SMALL_VAE, **changes).save_pretrained(where)  # type: ignore[operator]
+    return where
+
+
+def test_a_world_decodes_with_the_vae_that_it_is_given(tmp_path: Path) -> None:
+    folder = vae_folder(tmp_path / "vae", WAN21_VAE)
+    world = World(options(plan="whole", devices=("cpu:0",), vae=folder, dtype="float32"))
+    try:
+        world.warm()
+        session = world.open("a road")
+        first = session.read(60)
+        held = world.engine.model.decoder.module.state_dict()  # type: ignore[attr-defined]
+    finally:
+        world.close()
+    want = load_vae(folder, dtype=torch.float32).state_dict()
+    assert held.keys() == want.keys()
+    assert all(torch.equal(held[name], want[name]) for name in want)
+    assert first.frames is not None
+    assert first.frames.shape == (1, 64, 96, 3)
+
+
+def test_a_vae_that_does_not_fit_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    other = vae_folder(tmp_path / "other", WAN22_VAE, decoder_base_dim=8)
+    with pytest.raises(ConfigError, match="z_dim"):
+        World(options(vae=other))
+    with pytest.raises(ConfigError, match=r"vae: got .*expected a folder"):
+        World(options(vae=tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="since the decoder is 'light'"):
+        World(options(vae=other, changes={**CHANGES, "decoder": "light"}))
+    with pytest.raises(ConfigError, match="random weights"):
+        World(options(checkpoint=tmp_path / "weights.safetensors", changes={**CHANGES, "decoder": "vae"}))

@@ -47,6 +47,10 @@ class WorldFlags:
     sink_frames: int | None = None
     kv_policy: Literal["same_step", "last_step", "clean"] | None = None
     decoder: Literal["none", "light", "vae"] | None = None
+    vae: Path | None = None
+    """A folder in diffusers' layout: `vae` of a Wan pipeline. The decoder is then that."""
+    precision: Literal["dtype", "fp8", "fp8-emulated"] | None = None
+    """Of the products of blocks: fp8 is faster and 3 % off in a chunk (docs/world-models.md)."""
 
     def build(self) -> World:
         from stretto.deploy.world import World, WorldOptions
@@ -57,6 +61,7 @@ class WorldFlags:
             "sink_frames": self.sink_frames,
             "kv_policy": self.kv_policy,
             "decoder": self.decoder,
+            "precision": self.precision,
         }
         if self.size is not None:
             changes |= {"pixel_height": self.size[0], "pixel_width": self.size[1]}
@@ -72,6 +77,7 @@ class WorldFlags:
                 dtype=self.dtype,
                 streams=self.streams,
                 read_ahead=self.read_ahead,
+                vae=self.vae,
                 text_encoder=self.text_encoder or ("hash" if self.model == "wan-tiny" else None),
                 changes={name: value for name, value in changes.items() if value is not None},
             )

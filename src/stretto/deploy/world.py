@@ -59,6 +59,8 @@ class WorldOptions:
     """Chunks of a session that are made before they are read; 0: as many as the plan keeps in flight."""
     ahead: int = 1
     """Chunks of a session that are admitted beyond those that compute, so that no device waits for the host."""
+    vae: Path | None = None
+    """A folder in diffusers' layout with the VAE that decodes (`decoder` is then `vae`)."""
     text_encoder: str | None = None
     """A folder with a UMT5 encoder and its tokenizer, or `hash` for models that know no language. None: embeddings only."""
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -88,11 +90,19 @@ class World:
         self.options = options
         names = tuple(str(resolve_device(d)) if d == "auto" else d for d in options.devices)
         first = torch.device(names[0] if names[0].startswith("cuda") else "cpu")
-        defaults: dict[str, Any] = {"decoder": "light", "dtype": resolve_dtype(options.dtype, first)}
+        decoder = "light" if options.vae is None else "vae"
+        defaults: dict[str, Any] = {"decoder": decoder, "dtype": resolve_dtype(options.dtype, first)}
         if options.model == TINY:
             defaults["actions"] = (ActionTrack("camera", 4),)
         config = config_of(options.model, **{**defaults, **options.changes})
-        share = WanShare(config, options.checkpoint)
+        if options.vae is not None and config.decoder != "vae":
+            raise ConfigError("vae", got=str(options.vae), expected=f"none, since the decoder is {config.decoder!r}")
+        if config.decoder == "vae" and options.checkpoint is not None and options.vae is None:
+            raise ConfigError(
+                "vae", got="none", expected="a folder with the VAE that the checkpoint was trained with",
+                hint="the decoder would have random weights",
+            )  # fmt: skip
+        share = WanShare(config, options.checkpoint, vae=options.vae)
         mode: Mode = resolve_mode(options.mode, first)
         self.encoder = encoder_of(config, options.text_encoder)
         described = share(device="cpu", only=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from stretto.deploy.profile import facts_of, passes_of
 from stretto.deploy.worlds import decoder_of
 from stretto.models.wan import DECODE, WanModel, build
 from stretto.models.wan_config import WanConfig
-from stretto.models.wan_vae import Decoder
+from stretto.models.wan_vae import Decoder, VaeDecoder, describe_vae, load_vae
 from stretto.models.wan_weights import read_pt
 from stretto.runtime.weights import load_weights, update_weights
 from stretto.sched import plans
@@ -39,6 +40,8 @@ class WanShare:
     config: WanConfig
     checkpoint: Path | None = None
     seed: int = 0
+    vae: Path | None = None
+    """A folder in diffusers' layout with the VAE that decodes; random weights without one."""
 
     def __call__(self, *, device: str, only: Collection[str] | None) -> WanModel:
         """Build on a device with the weights of the stages in `only`; none of them: only describe the model.
@@ -56,9 +59,21 @@ class WanShare:
     def _decoder(self, place: torch.device, only: Collection[str] | None) -> Decoder | None:
         if self.config.decoder == "none":
             return None
+        here = only is None or DECODE in only
+        if self.vae is not None and self.config.decoder == "vae":
+            return self._loaded(self.vae, place if here else torch.device("meta"))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return decoder_of(self.config, str(place) if only is None or DECODE in only else "meta")
+            return decoder_of(self.config, str(place) if here else "meta")
+
+    def _loaded(self, path: Path, place: torch.device) -> Decoder:
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        vae: Any = describe_vae(path).to(dtype) if place.type == "meta" else load_vae(path, dtype=dtype, device=place)
+        has = {"z_dim": int(vae.config.z_dim), "scale_factor_spatial": int(vae.config.scale_factor_spatial)}
+        wanted = {"z_dim": config.channels, "scale_factor_spatial": config.space_stride}
+        if has != wanted:
+            raise ConfigError("vae", got=f"{path} with {has}", expected=f"{wanted}, as {config.name} has")
+        return VaeDecoder(vae, fused=True, channels_last=True)
 
     def _fill(self, model: WanModel) -> None:
         if self.checkpoint is None:

@@ -93,10 +93,26 @@ def load_vae(path: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: t
     Raises:
         ConfigError: if the extra `world` is not installed or the folder holds no VAE.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError("vae", got=str(path), expected="a folder with config.json and weights of AutoencoderKLWan")
+    _check_folder(path)
     module: nn.Module = _vae_class().from_pretrained(path, torch_dtype=dtype, local_files_only=True)
     return module.to(device).eval().requires_grad_(False)
+
+
+def describe_vae(path: str | Path) -> nn.Module:
+    """Return the VAE of such a folder without its weights.
+
+    Raises:
+        ConfigError: as `load_vae`.
+    """
+    _check_folder(path)
+    with torch.device("meta"):
+        module: nn.Module = _vae_class().from_config(_vae_class().load_config(path, local_files_only=True))
+    return module.eval().requires_grad_(False)
+
+
+def _check_folder(path: str | Path) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError("vae", got=str(path), expected="a folder with config.json and weights of AutoencoderKLWan")
 
 
 class Half:
