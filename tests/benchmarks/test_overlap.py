@@ -10,7 +10,9 @@ import pytest
 
 from stretto.runtime.engine import Engine
 
-CPU_PLANS = [name for name in overlap.plans(host_overhead.make(True, "cpu").route, "cpu", "eager", 2) if "% of" not in name]
+# On a CPU lanes have no parts, so what differs in them alone is one plan.
+PLANS = overlap.plans(host_overhead.make(True, "cpu").route, "cpu", "eager", 2)
+CPU_PLANS = [name for name in PLANS if "88" not in name and "96" not in name]
 
 
 @pytest.mark.parametrize("name", CPU_PLANS)
@@ -19,7 +21,7 @@ def test_every_plan_serves_robots_and_its_chunks_are_those_of_a_lone_request(nam
     prompt = model.config.tokenizer_max_length
     feed = host_overhead.feed_of(model, prompt)
     want = overlap.alone(model, "cpu", "eager", feed, prompt)
-    args = argparse.Namespace(prompt=prompt, robots=2, seconds=0.2, rates=[20.0], p99_ms=1e6)
+    args = argparse.Namespace(prompt=prompt, robots=2, seconds=0.2, rates=[20.0], closer=1, p99_ms=1e6)
     engine = Engine(model, overlap.plans(model.route, "cpu", "eager", 2)[name])
     engine.warm()
     try:
@@ -41,6 +43,6 @@ def test_the_steps_of_a_request_add_up_to_no_more_than_its_wall_time() -> None:
         row = host_overhead.run(engine, host_overhead.feed_of(model, prompt), prompt, 20, "steps")
     finally:
         engine.close()
-    assert list(row["steps_us"]) == ["pack", "hand in", "load", "launch", "leave", "finish", "hand back"]
+    assert list(row["steps_us"]) == ["submit", "pack", "hand in", "load", "launch", "leave", "finish", "hand back"]
     assert all(step["p50"] >= 0 for step in row["steps_us"].values())
     assert row["wall_ms"]["p50"] > row["device_ms"]["p50"]
