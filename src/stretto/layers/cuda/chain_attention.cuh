@@ -17,7 +17,8 @@ constexpr int ATTENTION_BARRIERS_AT = OF_GROUPS_AT + 4 * QUERIES * 4, ATTENTION_
 constexpr int ATTENTION_BYTES = ATTENTION_BARRIERS_AT + (2 * HEAD_CHUNKS + 2) * 8;
 // What ranks send each other takes the place of keys: averages of values, in fp16.
 constexpr int SENT_BYTES = HEADS * HALF * 2;
-static_assert(KEY_CUTS * SENT_BYTES <= V_AT && ATTENTION_BYTES <= 227 * 1024);
+static_assert(KEY_CUTS * SENT_BYTES <= V_AT);
+static_assert(side_by_side(QkvShape::BYTES, ATTENTION_BYTES) && side_by_side(ATTENTION_BYTES, OutShape::BYTES));
 
 ON_DEVICE void attend(const Attention& a, char* shared) {
     const Who who;
@@ -51,39 +52,19 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         const bool valid = row < span ? key < bound && a.mask[key] : row >= suffix && row < suffix + own && rank * own + row - suffix < tokens;
         bias[row] = valid ? 0.0f : -2.0e30f;
     }
-    if (block == 0 && a.k_next != nullptr && a.token_step == HEAD && who.thread < 32) {
-        // A lane asks for its part of this cut in the next layer.
-        const int each = (span + 31) / 32, key = rank * span + who.thread * each, count = min(each, a.prefix - key);
-        const bf16* from = (half == 0 ? a.k_next : a.v_next) + slot * a.slot_step + int64_t(key) * HEAD;
-        if (who.thread * each < span && count > 0) device::ask_for(from, uint32_t(count * HEAD * 2));
-    }
-#ifndef STRETTO_AHEAD_LATE
-    ask_ahead(a.all.ahead);
-#endif
-    device::sync_all();
-    // Zeros where there is no key: what is masked must be a number.
     const auto place = [](int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; };
+    // Zeros where there is no value: what is multiplied by no weight must be a number.
     const auto clear = [&](int first, int end) {
 #pragma unroll 1
-        for (int i = first * 48 + who.thread; i < end * 48; i += ATTENTION_THREADS) {
-            const int row = i / 48, piece = i % 48;
-            *reinterpret_cast<float4*>(piece < 32 ? keys + place(row, piece) : values + place(row, piece - 32)) = {0.0f, 0.0f, 0.0f, 0.0f};
-        }
+        for (int i = first * 16 + who.thread; i < end * 16; i += ATTENTION_THREADS)
+            *reinterpret_cast<float4*>(values + place(i / 16, i % 16)) = {0.0f, 0.0f, 0.0f, 0.0f};
     };
-    if (there < span) {
-#pragma unroll 1
-        for (int i = 0; i <= HEAD_CHUNKS; ++i) device::barrier_wait(keys_there + i, 0);
-        clear(there, span);
-    }
     clear(span, suffix), clear(suffix + own, KEYS);
     device::before_products();
     device::sync_all();
     stamp(a.all, 1);
     device::await_previous();
     stamp(a.all, 2);
-#ifdef STRETTO_AHEAD_LATE
-    ask_ahead(a.all.ahead);
-#endif
     if (who.thread == 0)
 #pragma unroll 1
         for (int c = 0; c < HEAD_CHUNKS; ++c) {
@@ -103,7 +84,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         device::end_fetches();
         device::await_fetches<0>();
         device::before_products();
-        device::sync_group(who.group);
+        device::sync_group<1>();
     }
     stamp(a.all, 3);
 
@@ -132,7 +113,9 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         const float2 both = *reinterpret_cast<const float2*>(bias + who.group * 64 + n * 8 + who.t * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[4 * n + i] = s[4 * n + i] * scale + (i % 2 ? both.y : both.x);
+            // Scores of what is no key may be anything.
+            const float none = i % 2 ? both.y : both.x;
+            s[4 * n + i] = none < 0.0f ? none : s[4 * n + i] * scale;
             top[i / 2] = fmaxf(top[i / 2], s[4 * n + i]);
         }
     }
@@ -161,10 +144,11 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         total[i] += device::from_lane_xor(total[i], 2);
         if (who.t == 0) of_groups[(2 + who.group) * QUERIES + row + i * 8] = total[i];
     }
+    device::barrier_wait(values_there, 0);
+    if (there < span) clear(there, span);
     device::before_products();
     device::sync_all();
     float out[32];
-    device::barrier_wait(values_there, 0);
     device::products_begin();
 #pragma unroll
     for (int k = 0; k < 8; ++k)

@@ -10,7 +10,7 @@ namespace chain {
 template <int INPUT_, int CUTS_, int BLOCKS_, int WEIGHT_PLACES_, int PLACES_, bool SHIFTED_>
 struct Shape {
     static constexpr int INPUT = INPUT_, CUTS = CUTS_, BLOCKS = BLOCKS_, WEIGHT_PLACES = WEIGHT_PLACES_, PLACES = PLACES_;
-    static constexpr int CHUNKS = (INPUT / 64 + CUTS - 1) / CUTS;
+    static constexpr int CHUNKS = INPUT / 64 / CUTS;
     static constexpr int THREADS = BLOCKS * GROUP;
     static constexpr bool SHIFTED = SHIFTED_;
     // A rank ends with EACH token tiles, 16 bytes a thread.
@@ -19,29 +19,22 @@ struct Shape {
     static constexpr int X_AT = WEIGHT_PLACES * WEIGHT_CHUNK, SUMS_AT = X_AT + PLACES * CHUNK_BYTES;
     static constexpr int FACTORS_AT = SUMS_AT + (CUTS - 1) * BLOCKS * SLOTS * SLOT_BYTES, BARRIERS_AT = FACTORS_AT + 64 * 4;
     static constexpr int BYTES = BARRIERS_AT + (WEIGHT_PLACES + PLACES + 1) * 8;
-    // The last cut may be shorter.
-    ON_DEVICE static int chunks(int rank) { return INPUT / 64 % CUTS == 0 ? CHUNKS : min(CHUNKS, INPUT / 64 - rank * CHUNKS); }
-    static_assert(CHUNKS % PLACES == 0 && CHUNKS % WEIGHT_PLACES == 0 && WEIGHT_PLACES >= PLACES && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
+    static_assert(INPUT == CUTS * CHUNKS * 64 && CHUNKS % PLACES == 0 && CHUNKS % WEIGHT_PLACES == 0 && WEIGHT_PLACES >= PLACES && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
 };
-#ifndef STRETTO_QKV_CUTS
-#define STRETTO_QKV_CUTS 4
-#endif
-#ifndef STRETTO_GATE_PLACES
-#define STRETTO_GATE_PLACES 4
-#endif
-constexpr int QKV_CHUNKS = (16 + STRETTO_QKV_CUTS - 1) / STRETTO_QKV_CUTS;
-using QkvShape = Shape<WIDTH, STRETTO_QKV_CUTS, 1, QKV_CHUNKS, STRETTO_QKV_CUTS == 3 ? 3 : QKV_CHUNKS, true>;
+using QkvShape = Shape<WIDTH, 4, 1, 4, 4, true>;
 using OutShape = Shape<INNER, 8, 1, 4, 4, false>;
-using GateUpShape = Shape<WIDTH, 2, 2, STRETTO_GATE_PLACES, STRETTO_GATE_PLACES, true>;
+using GateUpShape = Shape<WIDTH, 2, 2, 4, 4, true>;
 using DownShape = Shape<MLP, 8, 1, 8, 4, false>;
 
 // A launch starts early only where its CTAs find room beside those of the one before. And where there is room for one CTA only,
 // not all clusters of eight find eight multiprocessors of one kind.
 constexpr int SHARED_OF_ALL = 228 * 1024, SHARED_OF_SYSTEM = 1024;
-template <class A, class B>
-constexpr bool side_by_side() { return A::BYTES + B::BYTES + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
-static_assert(STRETTO_GATE_PLACES > 4 || (side_by_side<OutShape, GateUpShape>() && side_by_side<GateUpShape, DownShape>()));
-static_assert(side_by_side<DownShape, QkvShape>() && side_by_side<DownShape, DownShape>());
+constexpr bool side_by_side(int a, int b) { return a + b + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
+// Two CTAs with gate and up on one multiprocessor would leave another one idle: they ask for a little more than they use.
+constexpr int GATE_UP_BYTES = SHARED_OF_ALL / 2 - SHARED_OF_SYSTEM + 128;
+static_assert(GateUpShape::BYTES <= GATE_UP_BYTES && !side_by_side(GATE_UP_BYTES, GATE_UP_BYTES));
+static_assert(side_by_side(OutShape::BYTES, GATE_UP_BYTES) && side_by_side(GATE_UP_BYTES, DownShape::BYTES));
+static_assert(side_by_side(DownShape::BYTES, QkvShape::BYTES) && side_by_side(DownShape::BYTES, DownShape::BYTES));
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
 struct Who {
@@ -116,8 +109,7 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
         const int bytes = sent_bytes<S>(device::rank_in_cluster());
         if (bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
 #pragma unroll 1
-        for (int chunk = 0; chunk < min(S::WEIGHT_PLACES, S::chunks(device::rank_in_cluster())); ++chunk) ask_for_weights(room, f, chunk);
-#ifndef STRETTO_ASK_LESS
+        for (int chunk = 0; chunk < S::WEIGHT_PLACES; ++chunk) ask_for_weights(room, f, chunk);
         // What has no place yet comes to the second-level cache.
 #pragma unroll 1
         for (int chunk = S::WEIGHT_PLACES; chunk < S::CHUNKS; ++chunk)
@@ -127,31 +119,9 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
                 at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
                 device::ask_for_tile(f.weight, at);
             }
-#endif
     }
-    ask_ahead(all.ahead);
     device::sync_all();
     device::cluster_arrive();
-}
-
-// The same for rows as they are, by all threads.
-template <class S>
-ON_DEVICE void fetch_given(const Who& who, const Common& all, const Room<S>& room, const Factors& f, int chunk) {
-    const int rank = device::rank_in_cluster();
-    if (chunk >= S::chunks(rank)) return;
-#pragma unroll 1
-    for (int i = who.thread; i < ROWS * 8; i += S::THREADS) {
-        const int piece = i % 8, row = i / 8;
-        const bool there = row <= all.tokens;
-        const bf16* from = f.given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
-        device::fetch16(room.x(chunk % S::PLACES) + row * 128 + (piece ^ row % 8) * 16, from, there);
-    }
-}
-ON_DEVICE void given_there() {
-    device::end_fetches();
-    device::await_fetches<0>();
-    device::before_products();
-    device::sync_all();
 }
 
 template <class S>
@@ -162,19 +132,28 @@ ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& ro
     if (f.given == nullptr) {
         if (who.thread == 0)
 #pragma unroll 1
-            for (int chunk = 0; chunk < min(S::PLACES, S::chunks(device::rank_in_cluster())); ++chunk) ask_for_tokens(room, f, chunk);
+            for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_tokens(room, f, chunk);
         return;
     }
-    for (int chunk = 0; chunk < S::PLACES; ++chunk) fetch_given(who, all, room, f, chunk);
-    given_there();
+    const int rank = device::rank_in_cluster();
+#pragma unroll 1
+    for (int i = who.thread; i < ROWS * S::CHUNKS * 8; i += S::THREADS) {
+        const int piece = i % 8, chunk = i / 8 % S::CHUNKS, row = i / (8 * S::CHUNKS);
+        const bool there = row <= all.tokens;
+        const bf16* from = f.given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
+        device::fetch16(room.x(chunk) + row * 128 + (piece ^ row % 8) * 16, from, there);
+    }
+    device::end_fetches();
+    device::await_fetches<0>();
+    device::before_products();
+    device::sync_all();
 }
 
 // Code is dear: what a launch runs is new to its multiprocessor. So loops are loops, but where registers must have names.
 template <class S>
 ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, const Factors& f, float (&c)[28]) {
-    const int chunks = S::chunks(device::rank_in_cluster());
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
         const int weight_place = chunk % S::WEIGHT_PLACES, place = chunk % S::PLACES;
         device::barrier_wait(room.weights_there(weight_place), uint32_t(chunk / S::WEIGHT_PLACES & 1));
         if (f.given == nullptr) device::barrier_wait(room.x_there(place), uint32_t(chunk / S::PLACES & 1));
@@ -184,15 +163,14 @@ ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, 
 #pragma unroll
         for (int k = 0; k < 4; ++k) device::multiply_56(c, a + k * 32, b + k * 32, chunk + k > 0);
         device::products_end();
-        if (S::PLACES < S::CHUNKS && chunk >= 1 && chunk - 1 + S::PLACES < chunks) {
+        if (S::PLACES < S::CHUNKS && chunk >= 1 && chunk - 1 + S::PLACES < S::CHUNKS) {
             // The chunk before this one has been read: others take its place.
             device::await_products<1>();
             device::sync_all();
             if (who.thread == 0) {
                 if (S::WEIGHT_PLACES == S::PLACES) ask_for_weights(room, f, chunk - 1 + S::WEIGHT_PLACES);
-                if (f.given == nullptr) ask_for_tokens(room, f, chunk - 1 + S::PLACES);
+                ask_for_tokens(room, f, chunk - 1 + S::PLACES);
             }
-            if (f.given != nullptr) fetch_given(who, all, room, f, chunk - 1 + S::PLACES), given_there();
         }
     }
     device::await_products<0>();

@@ -23,7 +23,8 @@ ON_DEVICE long long nanoseconds() {
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 ON_DEVICE void sync_all() { __syncthreads(); }
 // The threads of a warp group, of 128.
-ON_DEVICE void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+template <int WARP_GROUP>
+ON_DEVICE void sync_group() { asm volatile("bar.sync %0, 128;" ::"n"(WARP_GROUP + 1) : "memory"); }
 ON_DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 ON_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
@@ -104,16 +105,8 @@ ON_DEVICE void ask_for_tile(const Map& map, const Place& place) {
 }
 
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
-#ifdef STRETTO_LATE
-ON_DEVICE void let_next_start() {}
-ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif
-ON_DEVICE void ask_for(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 
 // Copies of 16 bytes by threads; zeros where there is nothing to copy. They are awaited in the groups that they end in.
 ON_DEVICE void fetch16(void* to, const void* from, bool there) {
