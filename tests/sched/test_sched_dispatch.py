@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from toys import toy
 
 from stretto.sched.dispatch import POLICIES, Limits, Waiting, deadline_limited, earliest_virtual_deadline_first, ring_cap
-from stretto.sched.patience import Patience
+from stretto.sched.patience import SHARE, Patience
 from stretto.sched.robots import Fleet, Robot, Server
 
 COSTS = {0: (0.030, 0.036, 0.042, 0.048)}
@@ -141,6 +141,16 @@ def test_a_robot_in_a_hurry_goes_ahead_of_started_ones_that_can_wait() -> None:
     assert deadline_limited(0.002, [*patient, later], LIMITS).run == (3,)
 
 
+def test_of_started_robots_those_who_cannot_wait_stay_in_front_of_a_hurried_one() -> None:
+    patient = [robot(i, 1, 0.5) for i in range(3)]
+    # With the patient ones the first would just be on time, and not behind the second; these two alone are.
+    tight, hurried = robot(3, 1, 0.036), robot(4, 0, 0.026)
+    decision = deadline_limited(0.0, [*patient, tight, hurried], LIMITS)
+    assert (decision.run, decision.refuse) == ((4,), ())
+    both = [tight, hurried._replace(kind=1, ahead=ROUTE[2:], started=True)]
+    assert set(deadline_limited(0.002, [*patient, *both], LIMITS).run) == {3, 4}
+
+
 def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothing() -> None:
     patient, hurried = robot(0, 1, 0.5), robot(1, 3, 0.0095)
     sharing = patient._replace(kind=2, ahead=ROUTE[3:])
@@ -148,8 +158,8 @@ def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothin
 
 
 def test_a_large_batch_of_patient_newcomers_does_not_crowd_out_one_in_a_hurry() -> None:
-    # All four would take 8 + 24 + 10 ms; three patient ones at 0.3 s, one that has 25 ms and needs 18 alone.
-    tasks = [robot(i, 0, 0.3) for i in range(3)] + [robot(3, 0, 0.025)]
+    # All four would take 8 + 24 + 10 ms, the first stage of the three patient ones 6; the other needs 18 of its 23 alone.
+    tasks = [robot(i, 0, 0.3) for i in range(3)] + [robot(3, 0, 0.023)]
     decision = deadline_limited(0.0, tasks, LIMITS)
     assert (decision.run, decision.refuse) == ((3,), ())
 
@@ -176,15 +186,15 @@ def test_a_batch_is_no_longer_than_who_may_come_next_can_wait_for() -> None:
     assert deadline_limited(0.0, tasks, never).run == (0,)
 
 
-def test_patience_is_half_of_what_the_tightest_of_late_had_to_spare() -> None:
+def test_patience_is_a_share_of_what_the_tightest_of_late_had_to_spare() -> None:
     patience = Patience()
     assert patience.note(1, math.inf, 0.0) == math.inf
-    assert patience.note(2, 0.040, 0.0) == 0.020
-    assert patience.note(3, 0.100, 1.0) == 0.020
-    assert patience.note(2, 0.060, 2.0) == 0.030
+    assert patience.note(2, 0.040, 0.0) == SHARE * 0.040
+    assert patience.note(3, 0.100, 1.0) == SHARE * 0.040
+    assert patience.note(2, 0.060, 2.0) == SHARE * 0.060
     # Who cannot be on time at all hurries nobody, and who has not asked for a while is forgotten.
-    assert patience.note(4, -0.010, 3.0) == 0.030
-    assert patience.note(3, 0.100, 8.0) == 0.050
+    assert patience.note(4, -0.010, 3.0) == SHARE * 0.060
+    assert patience.note(3, 0.100, 8.0) == SHARE * 0.100
     patience.forget(3)
     assert patience.note(4, math.inf, 8.0) == math.inf
 

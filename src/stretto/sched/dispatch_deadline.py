@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stretto.sched.dispatch_forecast import Forecast, Left, Work, batch_size, most_urgent, room_s, urgency
@@ -93,15 +93,24 @@ class _Table:
                 late.append(task)
         late.sort(key=urgency)
         for n in range(len(late) if behind else 0, 0, -1):
-            first = late[:n]
+            if first := self._with_those_who_cannot_wait(late[:n], [*behind, *(t for t in late[n:] if t.started)]):
+                return first
+        return []
+
+    def _with_those_who_cannot_wait(self, first: list[Waiting], rest: list[Waiting]) -> list[Waiting]:
+        """Return the first with all of the rest who cannot wait for them, or nothing if not all would be on time so."""
+        while rest:
             ends = self._together(first).ends()
             if any(self._spare_s(t, ends) < 0.0 for t in first):
-                continue
+                return []
             held_up_s = max(max(times) for times in ends.values())
-            rest = [*behind, *(t for t in late[n:] if t.started)]
             ends = self._together(rest).ends()
-            if all(self._spare_s(t, ends) >= held_up_s for t in rest):
+            hasty = [t for t in rest if self._spare_s(t, ends) < held_up_s]
+            if not hasty:
                 return first
+            # One by one: the less stands before the rest, the more of them can wait.
+            soonest = min(hasty, key=urgency)
+            first, rest = [*first, soonest], [t for t in rest if t is not soonest]
         return []
 
     def _ahead(self, hurried: Sequence[Waiting]) -> Decision:
@@ -151,7 +160,8 @@ class _Table:
         if not self.begun and not chosen:
             chosen = [first]
         lost = self._lost(alike, chosen, left, safe)
-        if lost and (fewer := self._rather(alike, n, left, safe, {r.key for r in lost})):
+        if lost and (fewer := self._rather(alike, n, left, safe, len(lost))):
+            self.refuse += self._lost(alike, fewer, left, safe)
             return fewer
         if lost and 0 < n < len(able):
             chosen = sorted(able, key=lambda t: (t.served_s, *urgency(t)))[:n]
@@ -178,10 +188,8 @@ class _Table:
                 high = n - 1
         return low, list(alike[able_from:])
 
-    def _rather(
-        self, alike: Sequence[Waiting], most: int, left: Left, safe: Sequence[Waiting], lost: Set[int]
-    ) -> Sequence[Waiting]:
-        """Return the most urgent newcomers, if they are those who would be lost and the others have time to wait.
+    def _rather(self, alike: Sequence[Waiting], most: int, left: Left, safe: Sequence[Waiting], lost: int) -> Sequence[Waiting]:
+        """Return the most urgent newcomers, if fewer than `lost` are lost by that.
 
         Among robots of equal deadlines this would only favour those who came first, so there the largest batch is kept.
         """
@@ -189,10 +197,10 @@ class _Table:
         kind, visits = left.end
         fits = (n for n in range(most, 0, -1) if self.forecast.ends(left.visits, n)[kind][visits] <= room)
         first, rest = alike[: (n := next(fits, 0))], alike[n:]
-        given = [t.deadline_s - t.submitted_s for t in alike if t.key in lost]
-        if not rest or max(given) > 0.9 * min(t.deadline_s - t.submitted_s for t in rest):
+        given = [t.deadline_s - t.submitted_s for t in alike]
+        if not rest or min(given) > 0.9 * max(given):
             return ()
-        return first if not self._lost(alike, first, left, safe) else ()
+        return first if len(self._lost(alike, first, left, safe)) < lost else ()
 
     def _lost(self, alike: Sequence[Waiting], chosen: Sequence[Waiting], left: Left, safe: Sequence[Waiting]) -> list[Refusal]:
         """Return refusals of those not chosen who cannot be on time behind all that has been started by now.

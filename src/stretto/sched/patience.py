@@ -1,7 +1,8 @@
 """How long a batch may hold up whoever comes next, from the deadlines that streams had of late.
 
 A device takes up its next batch only when the one in hand ends, and with a host that launches ahead one more is behind it. So
-a robot that comes a moment too late waits for two; with batches of half its spare time it is still on time.
+a robot that comes a moment too late waits for two. With batches of a little less than half its spare time it is still on time,
+and so is another one in a hurry that comes with it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import math
 
 REMEMBERED_S = 5.0
-IN_THE_WAY = 2
-"""Batches that a newcomer may find ahead of it: the running one and the one that was launched ahead."""
+SHARE = 0.4
+"""Of the spare time of the tightest robot, what one batch may take."""
 
 
 class Patience:
@@ -29,7 +30,7 @@ class Patience:
             if self._spare[oldest][1] >= now_s - REMEMBERED_S:
                 break
             del self._spare[oldest]
-        return min((spare for spare, _ in self._spare.values()), default=math.inf) / IN_THE_WAY
+        return min((spare for spare, _ in self._spare.values()), default=math.inf) * SHARE
 
     def forget(self, stream: int) -> None:
         self._spare.pop(stream, None)
