@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto.layers import cublas_lt
+from stretto.layers.cuda.chain import ExpertChain
 from stretto.layers.dispatch import FusedOp
 
 BF16_FLOP_S, FP8_FLOP_S, BYTES_S = 790e12, 1400e12, 4.3e12  # measured on an H200; FP8 as assumed for the floors
@@ -108,11 +109,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched(calls: dict[str, Work]) -> Iterator[None]:
-    """Mark every call of a fused op in the trace, and of cuBLASLt outside of one, and note what it has to do."""
-    fused, product = FusedOp.__call__, cublas_lt.matmul
+    """Mark every call of a fused op in the trace, of cuBLASLt outside of one, of the expert's chain; note what it has to do."""
+    fused, product, chain = FusedOp.__call__, cublas_lt.matmul, ExpertChain.run
     depth = 0
 
-    def noted(run: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def noted(run: Callable[..., Any], work: Callable[[Any], Work], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         nonlocal depth
         if depth:  # a fused op's own calls are its own
             return run(*args, **named)
@@ -123,17 +124,34 @@ def watched(calls: dict[str, Work]) -> Iterator[None]:
                 result = run(*args, **named)
         finally:
             depth -= 1
-        calls[mark] = work_of(name, args, named, result)
+        calls[mark] = work(result)
         return result
 
     def op(self: FusedOp[Any, Any], *args: Any, **named: Any) -> Any:
-        return noted(partial(fused, self), self.name, args, named)
+        return noted(partial(fused, self), lambda result: work_of(self.name, args, named, result), args, named)
 
     def lt(*args: Any, **named: Any) -> Any:
-        return noted(product, "product", args, named)
+        return noted(product, lambda result: work_of("product", args, named, result), args, named)
 
-    with patch.object(FusedOp, "__call__", op), patch.object(cublas_lt, "matmul", lt):
+    def chained(self: ExpertChain, stream: Any, weights: Any, lines: Any, keys: Any, **named: Any) -> Any:
+        work = chain_work(stream.residual_BTD, weights, keys.mask_BP.shape[1])
+        return noted(partial(chain, self), lambda _: work, (stream, weights, lines, keys), named)
+
+    lent = patch.object(cublas_lt, "matmul", lt), patch.object(ExpertChain, "run", chained)
+    with patch.object(FusedOp, "__call__", op), lent[0], lent[1]:
         yield
+
+
+def chain_work(residual_BTD: Tensor, weights: Sequence[Sequence[Tensor]], prefix: int) -> Work:
+    """Return what a chain of an expert's layers has to do; its kernels overlap, so that their times add up to more."""
+    rows = residual_BTD.numel() // residual_BTD.shape[-1]
+    inner = weights[0][1].shape[1]
+    products = sum(w.numel() for layer in weights for w in layer)
+    attended = len(weights) * inner * (prefix + residual_BTD.shape[1])
+    kept = 4 * residual_BTD.shape[0] * prefix * len(weights) * (weights[0][0].shape[0] - inner) // 2
+    return Work(
+        f"expert chain, {len(weights)} layers, {rows} rows", rows * (2.0 * products + 4.0 * attended), 2.0 * products + kept
+    )
 
 
 class _Spans:
