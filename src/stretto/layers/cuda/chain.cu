@@ -6,6 +6,7 @@
 #include "device.cuh"
 #endif
 #include "chain_attention.cuh"
+#include "chain_layer.cuh"
 
 #include <cstring>
 
