@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv3d, interpolate, pad
+from torch.nn.functional import conv3d, pad
 
 from stretto.layers.kernels.channel_norm import channel_norm_silu
 
@@ -44,23 +44,14 @@ class PaddingConv(nn.Module):
         return conv3d(x, self.weight, self.bias, self.stride, self.space)
 
 
-class Doubling(nn.Module):
-    """Every pixel four times, in its own dtype: nothing is computed, so nothing is lost."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return interpolate(x, scale_factor=(2.0, 2.0), mode="nearest-exact")
-
-
 def fuse(half: nn.Module) -> None:
     """Replace what can be fused in an encoder or decoder of diffusers' `AutoencoderKLWan`, in place; parameters are shared."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResidualBlock, WanUpsample
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResidualBlock
 
     for module in list(half.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, WanCausalConv3d):
                 setattr(module, name, PaddingConv(child))
-            elif isinstance(child, WanUpsample) and child.mode == "nearest-exact" and child.scale_factor == (2.0, 2.0):
-                setattr(module, name, Doubling())
     blocks: list[Any] = [m for m in half.modules() if isinstance(m, WanResidualBlock)]
     for block in blocks:
         block.norm1, block.norm2 = NormSilu(block.norm1.gamma), NormSilu(block.norm2.gamma)
