@@ -23,6 +23,11 @@ constexpr int64_t MIDDLE_SQUARES_AT = SQUARES_AT + 4096, MEMORY_BYTES = MIDDLE_S
 static_assert(ROWS * TILES * 4 <= 4096);
 constexpr int KINDS = 5, CTAS[KINDS] = {QKV / 64 * QkvShape::CUTS, TOKEN_TILES * 2 * KEY_CUTS, TILES * OutShape::CUTS,
                                         MLP / 32 / GateUpShape::BLOCKS * GateUpShape::CUTS, TILES * DownShape::CUTS};
+#ifdef STRETTO_OUT_PAD
+constexpr int OUT_BYTES = 77 * 1024;
+#else
+constexpr int OUT_BYTES = OutShape::BYTES;
+#endif
 constexpr int MOST_CTAS = 160;
 constexpr uint64_t ROW = WIDTH * 2;
 
@@ -87,6 +92,9 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
 }
 
 cudaError_t prepare(const void* kernel, int bytes) {
+#ifdef STRETTO_ONE_SPLIT
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+#endif
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
@@ -211,7 +219,7 @@ private:
         if (down)
             queue.launch(KERNEL_OF(stretto_chain_down, add<DownShape>), CTAS[4], DownShape::CUTS, DownShape::THREADS, DownShape::BYTES, a);
         else
-            queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[2], OutShape::CUTS, OutShape::THREADS, OutShape::BYTES, a);
+            queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[2], OutShape::CUTS, OutShape::THREADS, OUT_BYTES, a);
     }
 };
 
@@ -232,7 +240,7 @@ extern "C" const char* stretto_chain_prepare(int device) {
     cudaError_t e = set_device(device);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_qkv), QkvShape::BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_attention), ATTENTION_BYTES);
-    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OutShape::BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OUT_BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_gate_up), GATE_UP_BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_down), DownShape::BYTES);
     if (e != cudaSuccess) return cudaGetErrorString(e);

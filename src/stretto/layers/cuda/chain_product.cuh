@@ -32,8 +32,12 @@ using DownShape = Shape<MLP, 8, 1, 8, 4, false>;
 constexpr int SHARED_OF_ALL = 228 * 1024, SHARED_OF_SYSTEM = 1024;
 constexpr bool side_by_side(int a, int b) { return a + b + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
 // Two CTAs with gate and up on one multiprocessor would leave another one idle: they ask for a little more than they use.
+#ifdef STRETTO_NO_PAD
+constexpr int GATE_UP_BYTES = GateUpShape::BYTES;
+#else
 constexpr int GATE_UP_BYTES = SHARED_OF_ALL / 2 - SHARED_OF_SYSTEM + 128;
 static_assert(GateUpShape::BYTES <= GATE_UP_BYTES && !side_by_side(GATE_UP_BYTES, GATE_UP_BYTES));
+#endif
 static_assert(side_by_side(OutShape::BYTES, GATE_UP_BYTES) && side_by_side(GATE_UP_BYTES, DownShape::BYTES));
 static_assert(side_by_side(DownShape::BYTES, QkvShape::BYTES) && side_by_side(DownShape::BYTES, DownShape::BYTES));
 
@@ -112,6 +116,7 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
 #pragma unroll 1
         for (int chunk = 0; chunk < S::WEIGHT_PLACES; ++chunk) ask_for_weights(room, f, chunk);
         // What has no place yet comes to the second-level cache.
+#ifndef STRETTO_ASK_LESS
 #pragma unroll 1
         for (int chunk = S::WEIGHT_PLACES; chunk < S::CHUNKS; ++chunk)
 #pragma unroll
@@ -120,6 +125,7 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
                 at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
                 device::ask_for_tile(f.weight, at);
             }
+#endif
     }
     device::sync_all();
     device::cluster_arrive();
