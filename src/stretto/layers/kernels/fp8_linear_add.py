@@ -22,10 +22,6 @@ from stretto.layers.tuning import Config, Key, Tunable, tuned
 FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt", "lt_sum"), "algo": cublas_lt.CHOICES}
 
 
-RULE: Config = {"impl": "lt", "algo": 0}
-"""The norm adds. To add as it is written gains 4 % at some short products of 3,000 rows, and loses 20 % at 31,000."""
-
-
 def fp8_linear_add(
     x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, residual: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
@@ -50,10 +46,16 @@ def run(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one choice; None is the rule."""
-    choice = choice or RULE
+    choice = choice or _rule(codes_NK)
     if choice["impl"] != "lt_sum":
         return residual, run_dense(choice, x, codes_NK, bias_N, scales, dtype)
     return cublas_lt.matmul(x, codes_NK, int(choice["algo"]), bias_N=bias_N, scales=scales, residual=residual), None
+
+
+def _rule(codes_NK: Tensor) -> Config:
+    """Add as it is written where a product is short; a long one keeps the chip busy, and reads of the stream hold it up."""
+    columns, inner = codes_NK.shape
+    return {"impl": "lt_sum" if inner <= columns else "lt", "algo": 0}
 
 
 def _run_with_norm(
