@@ -102,6 +102,19 @@ ON_DEVICE void ask_for_tokens(const Room<S>& room, const Factors& f, int chunk) 
     device::copy_row(room.x(place), f.x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES, CHUNK_BYTES, room.x_there(place));
 }
 
+// What has no place yet comes to the second-level cache.
+template <class S>
+ON_DEVICE void ask_for_rest(const Room<S>& room, const Factors& f) {
+#pragma unroll 1
+    for (int chunk = S::WEIGHT_PLACES; chunk < S::CHUNKS; ++chunk)
+#pragma unroll
+        for (int group = 0; group < S::BLOCKS; ++group) {
+            device::Place at = group == 0 ? f.tile : f.next;
+            at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
+            device::ask_for_tile(f.weight, at);
+        }
+}
+
 // Ask for this CTA's weights; then wait for the launch before, and ask for its cut of the tokens.
 template <class S>
 ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, const Factors& f) {
@@ -115,16 +128,8 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
         if (bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
 #pragma unroll 1
         for (int chunk = 0; chunk < S::WEIGHT_PLACES; ++chunk) ask_for_weights(room, f, chunk);
-        // What has no place yet comes to the second-level cache.
-#ifndef STRETTO_ASK_LESS
-#pragma unroll 1
-        for (int chunk = S::WEIGHT_PLACES; chunk < S::CHUNKS; ++chunk)
-#pragma unroll
-            for (int group = 0; group < S::BLOCKS; ++group) {
-                device::Place at = group == 0 ? f.tile : f.next;
-                at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
-                device::ask_for_tile(f.weight, at);
-            }
+#if !defined(STRETTO_ASK_LESS) && !defined(STRETTO_ASK_LATE)
+        ask_for_rest(room, f);
 #endif
     }
     device::sync_all();
@@ -137,9 +142,13 @@ ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& ro
     device::await_previous();
     stamp(all, 2);
     if (f.given == nullptr) {
-        if (who.thread == 0)
+        if (who.thread == 0) {
 #pragma unroll 1
             for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_tokens(room, f, chunk);
+#ifdef STRETTO_ASK_LATE
+            ask_for_rest(room, f);
+#endif
+        }
         return;
     }
     const int rank = device::rank_in_cluster();
