@@ -27,6 +27,7 @@ from torch import Tensor
 
 from stretto.layers.cuda import build
 from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
+from stretto.layers.kernels import expert_layers
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
@@ -212,6 +213,7 @@ def main() -> None:
     report.add(kind="build", seconds=round(time.monotonic() - begin, 1), where=where, nvcc=build.nvcc())
     if chain is None:
         return
+    expert_layers.CHAINED_UNTIL = 0  # what runs is said here, case by case
     model = pi0.build(config_of(False), device=device, dtype=torch.bfloat16)
     model.randomize(seed=0)
     net = model.module
