@@ -186,9 +186,8 @@ ON_DEVICE void hand_out(const Who& who, const Cut& cut, const float (&out)[32], 
 }
 
 // A thread joins four columns of this CTA's token: half of what a lane sent at once.
-ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut) {
+ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut, bool really) {
     const int token = cut.block * BLOCK_TOKENS + cut.rank, part = who.thread / 32;
-    if (token >= cut.tokens) return;
     float share[KEY_CUTS], best = -2.0e30f, sum = 0.0f, all[4] = {};
 #pragma unroll
     for (int r = 0; r < KEY_CUTS; ++r) best = fmaxf(best, cut.tops[r * HEADS + who.g].x);
@@ -207,8 +206,11 @@ ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut) {
         all[0] += low.x * share[r], all[1] += low.y * share[r], all[2] += high.x * share[r], all[3] += high.y * share[r];
     }
     const int at = who.g * HEAD + cut.half * HALF + part * 16 + who.t * 2;
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = device::pack(all[0] * over, all[1] * over);
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = device::pack(all[2] * over, all[3] * over);
+    const uint32_t low = device::pack(all[0] * over, all[1] * over), high = device::pack(all[2] * over, all[3] * over);
+    device::keep(low), device::keep(high);
+    if (!really || token >= cut.tokens) return;
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = low;
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = high;
 }
 
 ON_DEVICE void attend(const Attention& a, char* shared) {
@@ -222,29 +224,38 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::before_products();
     device::sync_all();
     stamp(a.all, 1);
-    device::await_previous();
-    stamp(a.all, 2);
-    if (who.thread == 0) ask_for_queries(a, cut);
-    if (who.group == 1) fetch_suffix(who, a, cut);
-    stamp(a.all, 3);
-    float s[32], top[2], out[32];
-    score(who, cut, s);
-    device::cluster_arrive();  // this CTA's keys have been read
-    stamp(a.all, 4);
-    scale_and_top(who, cut, s, top);
-    device::sync_all();
-    soften(who, cut, s, top);
-    device::barrier_wait(cut.values_there, 0);
-    if (cut.there < cut.span) cut.clear(who.thread, cut.there, cut.span);
-    device::before_products();
-    device::sync_all();
-    weigh(who, cut, out);
-    stamp(a.all, 5);
-    device::cluster_wait();
-    hand_out(who, cut, out, top);
-    device::barrier_wait(cut.sent, 0);
-    stamp(a.all, 6);
-    join(who, a, cut);
+    float s[32] = {}, top[2], out[32];
+#pragma unroll 1
+    for (int pass = FIRST_PASS; pass < 2; ++pass) {
+        if (pass == 1) {
+            device::await_previous();
+            stamp(a.all, 2);
+            if (who.thread == 0) ask_for_queries(a, cut);
+            if (who.group == 1) fetch_suffix(who, a, cut);
+            stamp(a.all, 3);
+            score(who, cut, s);
+            device::cluster_arrive();  // this CTA's keys have been read
+            stamp(a.all, 4);
+        }
+        scale_and_top(who, cut, s, top);
+        device::sync_all();
+        soften(who, cut, s, top);
+        if (pass == 1) {
+            device::barrier_wait(cut.values_there, 0);
+            if (cut.there < cut.span) cut.clear(who.thread, cut.there, cut.span);
+        }
+        device::before_products();
+        device::sync_all();
+        if (pass == 1) {
+            weigh(who, cut, out);
+            stamp(a.all, 5);
+            device::cluster_wait();
+            hand_out(who, cut, out, top);
+            device::barrier_wait(cut.sent, 0);
+            stamp(a.all, 6);
+        }
+        join(who, a, cut, pass == 1);
+    }
     stamp(a.all, 7);
 }
 

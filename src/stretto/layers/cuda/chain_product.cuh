@@ -205,10 +205,10 @@ ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const
 // The token tiles that a thread ends with: its own sums, and behind `add_up` the whole cluster's.
 template <class S>
 struct Tiles {
-    float4 sum[S::SLOTS];
+    float4 sum[S::SLOTS] = {};
 
     // Send the others theirs.
-    ON_DEVICE Tiles(const Who& who, const Room<S>& room, const float (&c)[28], int tokens) {
+    ON_DEVICE void send_others(const Who& who, const Room<S>& room, const float (&c)[28], int tokens) {
         const int rank = device::rank_in_cluster();
         float4 shifted = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
