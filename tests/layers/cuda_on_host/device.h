@@ -255,7 +255,6 @@ inline uint32_t to_bf16(float f) {
 namespace device {
 
 inline int thread_id() { return host::grid->now->thread; }
-inline void keep(uint32_t) {}
 inline int block_id() { return host::grid->now->cta; }
 inline float as_float(uint32_t bits) {
     float x;

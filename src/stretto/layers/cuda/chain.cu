@@ -23,11 +23,6 @@ constexpr int64_t MIDDLE_SQUARES_AT = SQUARES_AT + 4096, MEMORY_BYTES = MIDDLE_S
 static_assert(ROWS * TILES * 4 <= 4096);
 constexpr int KINDS = 5, CTAS[KINDS] = {QKV / 64 * QkvShape::CUTS, TOKEN_TILES * 2 * KEY_CUTS, TILES * OutShape::CUTS,
                                         MLP / 32 / GateUpShape::BLOCKS * GateUpShape::CUTS, TILES * DownShape::CUTS};
-#ifdef STRETTO_OUT_PAD
-constexpr int OUT_BYTES = 77 * 1024;
-#else
-constexpr int OUT_BYTES = OutShape::BYTES;
-#endif
 constexpr int MOST_CTAS = 160;
 constexpr uint64_t ROW = WIDTH * 2;
 
@@ -92,9 +87,6 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
 }
 
 cudaError_t prepare(const void* kernel, int bytes) {
-#ifdef STRETTO_ONE_SPLIT
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-#endif
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
@@ -201,7 +193,7 @@ private:
         a.all = common(middle_squares, TILES);
         a.weight = map_of(c.layers[layer].gate_up, {WIDTH, 8, 2, MLP / 8, 1}, {ROW, MLP * ROW, 8 * ROW, 2 * MLP * ROW}, {64, 8, 2, 4, 1});
         a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
-        queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[3], GateUpShape::CUTS, GateUpShape::THREADS, GATE_UP_BYTES, a);
+        queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[3], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
     }
 
     // The output's product, or `down`.
@@ -219,7 +211,7 @@ private:
         if (down)
             queue.launch(KERNEL_OF(stretto_chain_down, add<DownShape>), CTAS[4], DownShape::CUTS, DownShape::THREADS, DownShape::BYTES, a);
         else
-            queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[2], OutShape::CUTS, OutShape::THREADS, OUT_BYTES, a);
+            queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[2], OutShape::CUTS, OutShape::THREADS, OutShape::BYTES, a);
     }
 };
 
@@ -240,8 +232,8 @@ extern "C" const char* stretto_chain_prepare(int device) {
     cudaError_t e = set_device(device);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_qkv), QkvShape::BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_attention), ATTENTION_BYTES);
-    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OUT_BYTES);
-    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_gate_up), GATE_UP_BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_out), OutShape::BYTES);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_gate_up), GateUpShape::BYTES);
     if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(stretto_chain_down), DownShape::BYTES);
     if (e != cudaSuccess) return cudaGetErrorString(e);
     if (maker() == nullptr) return "the driver makes no maps of tensors";
@@ -257,7 +249,7 @@ extern "C" const char* stretto_chain_fits(int* counts) {
                                   reinterpret_cast<const void*>(stretto_chain_down)};
     const int clusters[KINDS] = {QkvShape::CUTS, KEY_CUTS, OutShape::CUTS, GateUpShape::CUTS, DownShape::CUTS};
     const int threads[KINDS] = {QkvShape::THREADS, ATTENTION_THREADS, OutShape::THREADS, GateUpShape::THREADS, DownShape::THREADS};
-    const int bytes[KINDS] = {QkvShape::BYTES, ATTENTION_BYTES, OutShape::BYTES, GATE_UP_BYTES, DownShape::BYTES};
+    const int bytes[KINDS] = {QkvShape::BYTES, ATTENTION_BYTES, OutShape::BYTES, GateUpShape::BYTES, DownShape::BYTES};
     for (int i = 0; i < KINDS; ++i) {
         cudaLaunchAttribute with[1];
         with[0].id = cudaLaunchAttributeClusterDimension;

@@ -44,11 +44,13 @@ struct Cut {
         return row >= suffix && row < suffix + own && rank * own + row - suffix < tokens;
     }
     ON_DEVICE static int place(int row, int piece) { return piece / 8 * KEY_CHUNK + row * 128 + (piece % 8 ^ row % 8) * 16; }
-    // Zeros where there is no value: what is multiplied by no weight must be a number.
+    // Zeros where there is no key: what is masked must be a number.
     ON_DEVICE void clear(int thread, int first, int end) const {
 #pragma unroll 1
-        for (int i = first * 16 + thread; i < end * 16; i += ATTENTION_THREADS)
-            *reinterpret_cast<float4*>(values + place(i / 16, i % 16)) = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int i = first * 48 + thread; i < end * 48; i += ATTENTION_THREADS) {
+            const int row = i / 48, piece = i % 48;
+            *reinterpret_cast<float4*>(piece < 32 ? keys + place(row, piece) : values + place(row, piece - 32)) = {0.0f, 0.0f, 0.0f, 0.0f};
+        }
     }
 };
 
@@ -119,9 +121,7 @@ ON_DEVICE void scale_and_top(const Who& who, const Cut& cut, float (&s)[32], flo
         const float2 both = *reinterpret_cast<const float2*>(cut.bias + who.group * 64 + n * 8 + who.t * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Scores of what is no key may be anything.
-            const float none = i % 2 ? both.y : both.x;
-            s[4 * n + i] = none < 0.0f ? none : s[4 * n + i] * scale;
+            s[4 * n + i] = s[4 * n + i] * scale + (i % 2 ? both.y : both.x);
             top[i / 2] = fmaxf(top[i / 2], s[4 * n + i]);
         }
     }
@@ -186,8 +186,9 @@ ON_DEVICE void hand_out(const Who& who, const Cut& cut, const float (&out)[32], 
 }
 
 // A thread joins four columns of this CTA's token: half of what a lane sent at once.
-ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut, bool really) {
+ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut) {
     const int token = cut.block * BLOCK_TOKENS + cut.rank, part = who.thread / 32;
+    if (token >= cut.tokens) return;
     float share[KEY_CUTS], best = -2.0e30f, sum = 0.0f, all[4] = {};
 #pragma unroll
     for (int r = 0; r < KEY_CUTS; ++r) best = fmaxf(best, cut.tops[r * HEADS + who.g].x);
@@ -206,11 +207,8 @@ ON_DEVICE void join(const Who& who, const Attention& a, const Cut& cut, bool rea
         all[0] += low.x * share[r], all[1] += low.y * share[r], all[2] += high.x * share[r], all[3] += high.y * share[r];
     }
     const int at = who.g * HEAD + cut.half * HALF + part * 16 + who.t * 2;
-    const uint32_t low = device::pack(all[0] * over, all[1] * over), high = device::pack(all[2] * over, all[3] * over);
-    device::keep(low), device::keep(high);
-    if (!really || token >= cut.tokens) return;
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = low;
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = high;
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = device::pack(all[0] * over, all[1] * over);
+    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = device::pack(all[2] * over, all[3] * over);
 }
 
 ON_DEVICE void attend(const Attention& a, char* shared) {
@@ -220,42 +218,38 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     const Cut cut(a, shared);
     if (who.thread == 0) ask_for_prefix(a, cut);
     if (who.thread < KEYS) cut.bias[who.thread] = cut.valid(a, who.thread) ? 0.0f : -2.0e30f;
+    device::sync_all();
+    if (cut.there < cut.span) {
+#pragma unroll 1
+        for (int i = 0; i <= HEAD_CHUNKS; ++i) device::barrier_wait(cut.keys_there + i, 0);
+        cut.clear(who.thread, cut.there, cut.span);
+    }
     cut.clear(who.thread, cut.span, cut.suffix), cut.clear(who.thread, cut.suffix + cut.own, KEYS);
     device::before_products();
     device::sync_all();
     stamp(a.all, 1);
-    float s[32] = {}, top[2], out[32];
-#pragma unroll 1
-    for (int pass = FIRST_PASS; pass < 2; ++pass) {
-        if (pass == 1) {
-            device::await_previous();
-            stamp(a.all, 2);
-            if (who.thread == 0) ask_for_queries(a, cut);
-            if (who.group == 1) fetch_suffix(who, a, cut);
-            stamp(a.all, 3);
-            score(who, cut, s);
-            device::cluster_arrive();  // this CTA's keys have been read
-            stamp(a.all, 4);
-        }
-        scale_and_top(who, cut, s, top);
-        device::sync_all();
-        soften(who, cut, s, top);
-        if (pass == 1) {
-            device::barrier_wait(cut.values_there, 0);
-            if (cut.there < cut.span) cut.clear(who.thread, cut.there, cut.span);
-        }
-        device::before_products();
-        device::sync_all();
-        if (pass == 1) {
-            weigh(who, cut, out);
-            stamp(a.all, 5);
-            device::cluster_wait();
-            hand_out(who, cut, out, top);
-            device::barrier_wait(cut.sent, 0);
-            stamp(a.all, 6);
-        }
-        join(who, a, cut, pass == 1);
-    }
+    device::await_previous();
+    stamp(a.all, 2);
+    if (who.thread == 0) ask_for_queries(a, cut);
+    if (who.group == 1) fetch_suffix(who, a, cut);
+    stamp(a.all, 3);
+    float s[32], top[2], out[32];
+    score(who, cut, s);
+    device::cluster_arrive();  // this CTA's keys have been read
+    stamp(a.all, 4);
+    scale_and_top(who, cut, s, top);
+    device::sync_all();
+    soften(who, cut, s, top);
+    device::before_products();
+    device::sync_all();
+    device::barrier_wait(cut.values_there, 0);
+    weigh(who, cut, out);
+    stamp(a.all, 5);
+    device::cluster_wait();
+    hand_out(who, cut, out, top);
+    device::barrier_wait(cut.sent, 0);
+    stamp(a.all, 6);
+    join(who, a, cut);
     stamp(a.all, 7);
 }
 

@@ -42,21 +42,16 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
     for (int i = 0; i < S::EACH; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * S::EACH + i) * 8 + who.t * 2 + j)) * turns);
-#pragma unroll 1
-    for (int pass = FIRST_PASS; pass < 2; ++pass) {
-    Tiles<S> tiles;
-    if (pass == 1) {
-        await_others(who, a.all, room, f);
-        const float squares = squares_of(who, a.all);
-        float c[28];
-        multiply(who, a.all, room, f, c);
-        keep_factor(who, a.all, room.factors(), squares);
-        device::cluster_wait();
-        tiles.send_others(who, room, c, tokens);
-        device::sync_all();
-        device::barrier_wait(room.sent(), 0);
-        stamp(a.all, 5);
-    }
+    await_others(who, a.all, room, f);
+    const float squares = squares_of(who, a.all);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    keep_factor(who, a.all, room.factors(), squares);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    device::sync_all();
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
     tiles.add_up(who, room);
     const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
 #pragma unroll
@@ -66,11 +61,10 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int token = n * 8 + who.t * 2 + j;
+            if (token >= tokens) continue;
             const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
             const float2 by = turn[i][j];
             const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
-            device::keep(first), device::keep(second);
-            if (token >= tokens || pass == 0) continue;
             if (head < HEADS) {
                 // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
                 char* at = a.q + n * (4 * 8192) + pair / 64 * 8192;
@@ -82,7 +76,6 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
                 at[0] = first, at[HALF] = second;
             }
         }
-    }
     }
     stamp(a.all, 7);
 }
@@ -102,21 +95,16 @@ ON_DEVICE void gate_up(const GateUp& a, char* shared) {
     const Factors f = {a.weight, {0, 0, 0, first / 8, 0}, {0, 0, 0, first / 8 + 4, 0}, a.x, nullptr};
     begin(who, a.all, room, f);
     const int column = first + who.group * 32 + who.w * 8 + who.g;
-#pragma unroll 1
-    for (int pass = FIRST_PASS; pass < 2; ++pass) {
-    Tiles<S> tiles;
-    if (pass == 1) {
-        await_others(who, a.all, room, f);
-        const float squares = squares_of(who, a.all);
-        float c[28];
-        multiply(who, a.all, room, f, c);
-        keep_factor(who, a.all, room.factors(), squares);
-        device::cluster_wait();
-        tiles.send_others(who, room, c, tokens);
-        device::sync_all();
-        device::barrier_wait(room.sent(), 0);
-        stamp(a.all, 5);
-    }
+    await_others(who, a.all, room, f);
+    const float squares = squares_of(who, a.all);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    keep_factor(who, a.all, room.factors(), squares);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    device::sync_all();
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
     tiles.add_up(who, room);
     const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
 #pragma unroll
@@ -125,12 +113,10 @@ ON_DEVICE void gate_up(const GateUp& a, char* shared) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int token = (rank * S::EACH + i) * 8 + who.t * 2 + j;
+            if (token >= tokens) continue;
             const float factor = room.factors()[token];
-            const bf16 out = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
-            device::keep(out);
-            if (token < tokens && pass == 1) *in_chunks(a.hidden, token, column) = out;
+            *in_chunks(a.hidden, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
         }
-    }
     }
     stamp(a.all, 7);
 }
@@ -170,44 +156,37 @@ ON_DEVICE void add(const Add& a, char* shared) {
     begin(who, a.all, room, f);
     const int column = tile * TILE + who.w * 16 + who.g, token = n * 8 + who.t * 2;
     const Lines lines(a, column);
-#pragma unroll 1
-    for (int pass = FIRST_PASS; pass < 2; ++pass) {
+    await_others(who, a.all, room, f);
     float4* kept = reinterpret_cast<float4*>(a.residual) + (tile * TOKEN_TILES + n) * GROUP + who.index;
     float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
-    Tiles<S> tiles;
-    if (pass == 1) {
-        await_others(who, a.all, room, f);
-        if (owns) before = residual_of(a, token, column, kept);
-        float c[28];
-        multiply(who, a.all, room, f, c);
-        device::cluster_wait();
-        tiles.send_others(who, room, c, tokens);
-        if (!owns) return;
-        device::barrier_wait(room.sent(), 0);
-        stamp(a.all, 5);
-    }
+    if (owns) before = residual_of(a, token, column, kept);
+    float c[28];
+    multiply(who, a.all, room, f, c);
+    device::cluster_wait();
+    Tiles<S> tiles(who, room, c, tokens);
+    if (!owns) return;
+    device::barrier_wait(room.sent(), 0);
+    stamp(a.all, 5);
     tiles.add_up(who, room);
     const float4 sum = tiles.sum[0];
     const float4 now = {before.x + lines.gate[0] * sum.x, before.y + lines.gate[0] * sum.y,
                         before.z + lines.gate[1] * sum.z, before.w + lines.gate[1] * sum.w};
     const float value[2][2] = {{now.x, now.z}, {now.y, now.w}};
-    if (!last && pass == 1) *kept = now;
+    if (!last) *kept = now;
     float square[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         square[j] = value[j][0] * value[j][0] + value[j][1] * value[j][1];
+        if (token + j > tokens) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
             const int at = (token + j) * WIDTH + column + i * 8;
-            const bf16 half = rounded(out);
-            device::keep(half);
-            if (token + j > tokens || pass == 0) continue;
             if (last) {
                 a.scaled_last[at] = out;
                 if (token + j < tokens) a.residual_last[at] = value[j][i];
             } else {
-                *in_chunks(a.scaled, token + j, column + i * 8) = half;
+                *in_chunks(a.scaled, token + j, column + i * 8) = rounded(out);
             }
         }
     }
@@ -220,10 +199,9 @@ ON_DEVICE void add(const Add& a, char* shared) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) parts[who.w * 8 + who.t * 2 + j] = square[j];
     device::sync_all();
-    if (who.thread < 8 && n * 8 + who.thread < tokens && pass == 1) {
+    if (who.thread < 8 && n * 8 + who.thread < tokens) {
         const float* at = parts + who.thread;
         a.squares_out[(n * 8 + who.thread) * TILES + tile] = (at[0] + at[8]) + (at[16] + at[24]);
-    }
     }
     stamp(a.all, 7);
 }

@@ -75,13 +75,6 @@ struct GateUp {
     char* hidden;
 };
 
-// What comes after the wait is run once before, with nothing to show for it: then its code is in the nearest cache.
-#ifdef STRETTO_WARM
-constexpr int FIRST_PASS = 0;
-#else
-constexpr int FIRST_PASS = 1;
-#endif
-
 constexpr int EVENTS = 10;
 // Clock cycles; the first and the last event also nanoseconds that all multiprocessors count alike.
 ON_DEVICE void stamp(const Common& a, int event) {

@@ -31,14 +31,7 @@ using DownShape = Shape<MLP, 8, 1, 8, 4, false>;
 // not all clusters of eight find eight multiprocessors of one kind.
 constexpr int SHARED_OF_ALL = 228 * 1024, SHARED_OF_SYSTEM = 1024;
 constexpr bool side_by_side(int a, int b) { return a + b + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
-// Two CTAs with gate and up on one multiprocessor would leave another one idle: they ask for a little more than they use.
-#ifdef STRETTO_NO_PAD
-constexpr int GATE_UP_BYTES = GateUpShape::BYTES;
-#else
-constexpr int GATE_UP_BYTES = SHARED_OF_ALL / 2 - SHARED_OF_SYSTEM + 128;
-static_assert(GateUpShape::BYTES <= GATE_UP_BYTES && !side_by_side(GATE_UP_BYTES, GATE_UP_BYTES));
-#endif
-static_assert(side_by_side(OutShape::BYTES, GATE_UP_BYTES) && side_by_side(GATE_UP_BYTES, DownShape::BYTES));
+static_assert(side_by_side(OutShape::BYTES, GateUpShape::BYTES) && side_by_side(GateUpShape::BYTES, DownShape::BYTES));
 static_assert(side_by_side(DownShape::BYTES, QkvShape::BYTES) && side_by_side(DownShape::BYTES, DownShape::BYTES));
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
@@ -128,9 +121,7 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
         if (bytes > 0) device::barrier_arrive_expecting(room.sent(), uint32_t(bytes));
 #pragma unroll 1
         for (int chunk = 0; chunk < S::WEIGHT_PLACES; ++chunk) ask_for_weights(room, f, chunk);
-#if !defined(STRETTO_ASK_LESS) && !defined(STRETTO_ASK_LATE)
         ask_for_rest(room, f);
-#endif
     }
     device::sync_all();
     device::cluster_arrive();
@@ -145,9 +136,6 @@ ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& ro
         if (who.thread == 0) {
 #pragma unroll 1
             for (int chunk = 0; chunk < S::PLACES; ++chunk) ask_for_tokens(room, f, chunk);
-#ifdef STRETTO_ASK_LATE
-            ask_for_rest(room, f);
-#endif
         }
         return;
     }
@@ -205,10 +193,10 @@ ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const
 // The token tiles that a thread ends with: its own sums, and behind `add_up` the whole cluster's.
 template <class S>
 struct Tiles {
-    float4 sum[S::SLOTS] = {};
+    float4 sum[S::SLOTS];
 
     // Send the others theirs.
-    ON_DEVICE void send_others(const Who& who, const Room<S>& room, const float (&c)[28], int tokens) {
+    ON_DEVICE Tiles(const Who& who, const Room<S>& room, const float (&c)[28], int tokens) {
         const int rank = device::rank_in_cluster();
         float4 shifted = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -20,8 +20,6 @@ ON_DEVICE long long nanoseconds() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
-// Let the compiler believe that x is used here.
-ON_DEVICE void keep(uint32_t x) { asm volatile("" ::"r"(x)); }
 ON_DEVICE uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 ON_DEVICE void sync_all() { __syncthreads(); }
 // The threads of a warp group, of 128.
@@ -107,13 +105,8 @@ ON_DEVICE void ask_for_tile(const Map& map, const Place& place) {
 }
 
 // A chain of launches: the next one may start while this one runs, and waits until this one is complete.
-#ifdef STRETTO_LATE
-ON_DEVICE void let_next_start() {}
-ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
 ON_DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 ON_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif
 
 // Copies of 16 bytes by threads; zeros where there is nothing to copy. They are awaited in the groups that they end in.
 ON_DEVICE void fetch16(void* to, const void* from, bool there) {
