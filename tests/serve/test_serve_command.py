@@ -18,6 +18,7 @@ import pytest
 from linear_policy import example
 from openpi_client.action_chunk_broker import ActionChunkBroker
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from over_the_wire import until
 from tiny_checkpoint import ROBOTS, write_checkpoint
 
 from stretto.control.trace import read_trace
@@ -178,7 +179,7 @@ def test_a_terminated_server_leaves_its_traces_whole(start: Start, tmp_path: Pat
     client = command.connect()
     for _ in range(3):
         client.infer(OBSERVATIONS["libero"])
-    assert len(read_trace(lines)) == 3  # while it runs
+    until(lambda: len(read_trace(lines)) == 3)  # while it runs; a line is written just after its answer
     command.process.send_signal(signal.SIGTERM)
     _, said = command.process.communicate(timeout=20)
     assert command.process.returncode == 0, said
