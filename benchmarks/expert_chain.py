@@ -27,7 +27,6 @@ from torch import Tensor
 
 from stretto.layers.cuda import build
 from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
-from stretto.layers.kernels import expert_layers
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
@@ -38,6 +37,7 @@ from stretto.models.pi0_net import Pi0Net
 
 NAMES = ("qkv", "attention", "out", "gate_up", "down")
 EVENTS = 10
+MASKS = (1, 3, 32)
 
 
 class Case:
@@ -113,19 +113,19 @@ def check_whole(case: Case) -> dict[str, Any]:
 
 
 def time_whole(case: Case) -> dict[str, Any]:
-    """Time one step's layers, ten times in a graph; and how much longer each launch makes it."""
+    """Time one step's layers, ten times in a graph; with less asked for ahead; and of how much each launch makes it longer."""
 
-    def us(launches: int | None = None) -> float:
+    def us(launches: int | None = None, **more: Any) -> float:
         def ten() -> Tensor:
             for _ in range(10):
-                out = case.run(launches)
+                out = case.run(launches, **more)
             return out.scaled_BRD
 
         return round(replayed_ms(captured(ten)[0], 10)["ms"] * 100, 1)
 
     begin = [us(LAUNCHES * 8 + i) for i in range(LAUNCHES + 1)]
     added = {name: round(b - a, 2) for name, (a, b) in zip(NAMES, itertools.pairwise(begin), strict=True)}
-    return {"step_us": us(), "added_us": added}
+    return {"step_us": us(), "by_ahead_us": {mask: us(ahead=mask) for mask in MASKS}, "added_us": added}
 
 
 def stamped(case: Case) -> dict[str, Any]:
@@ -193,6 +193,20 @@ def fits(library: str) -> dict[str, Any]:
     return {"error": error.decode()} if error else dict(zip(NAMES, counts, strict=True))
 
 
+def one_split() -> dict[str, Any]:
+    """Let all kernels in Triton take the same split of the cache, as those here do."""
+    from triton.runtime.jit import JITFunction
+
+    driver, count = ctypes.CDLL("libcuda.so.1"), 0
+    folder = build.SOURCES.parent / "kernels"
+    for file in folder.glob("*.py"):
+        module = __import__(f"stretto.layers.kernels.{file.stem}", fromlist=["x"])
+        for value in vars(module).values():
+            for compiled in value.device_caches[0][0].values() if isinstance(value, JITFunction) else ():
+                count += driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), 9, 100) == 0
+    return {"functions": count}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -213,13 +227,15 @@ def main() -> None:
     report.add(kind="build", seconds=round(time.monotonic() - begin, 1), where=where, nvcc=build.nvcc())
     if chain is None:
         return
-    expert_layers.CHAINED_UNTIL = 0  # what runs is said here, case by case
     model = pi0.build(config_of(False), device=device, dtype=torch.bfloat16)
     model.randomize(seed=0)
     net = model.module
     with torch.inference_mode():
         case, kept = Case(chain, net, net.config.action_horizon, 3), dict[str, Tensor]()
         report.attempt(lambda: loop(case, kept), kind="loop", by="separate")
+        if options.one_split:
+            report.attempt(one_split, kind="one split")
+            report.attempt(lambda: loop(case, kept), kind="loop", by="separate, one split")
         if program is not None:
             report.attempt(lambda: {"said": said(program.result())}, kind="probe")
         report.attempt(lambda: fits(where), kind="clusters at once")

@@ -293,8 +293,7 @@ inline float from_lane_xor(float x, int mask) {
     std::memcpy(&x, &out, 4);
     return x;
 }
-template <int WARP_GROUP>
-void sync_group() { host::meet(host::grid->groups[block_id() * (host::grid->threads / 128) + WARP_GROUP], 128); }
+inline void sync_group(int group) { host::meet(host::grid->groups[block_id() * (host::grid->threads / 128) + group], 128); }
 inline void sync_all() { host::meet(host::grid->all[block_id()], host::grid->threads); }
 using Barrier = uint64_t;
 inline void barrier_init(Barrier* b, uint32_t arrivals) {
@@ -367,6 +366,9 @@ inline void copy_tile(void* to, const Map& m, const Place& place, Barrier* b) {
 // Launches of a chain run one after the other.
 inline void let_next_start() {}
 inline void await_previous() {}
+inline void ask_for(const void* from, uint32_t bytes) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) host::fail("what is asked for is not aligned");
+}
 
 // Nothing of a copy by threads is there before it is awaited.
 inline void fetch16(void* to, const void* from, bool there) {

@@ -6,7 +6,6 @@
 #include "device.cuh"
 #endif
 #include "chain_attention.cuh"
-#include "chain_layer.cuh"
 
 #include <cstring>
 
@@ -45,9 +44,15 @@ struct Call {
     float *residual_out, *scaled_out, *squares_out;
     char* memory;
     long long* stamps;
-    int64_t overlap;  // whether launches start early
+    int64_t ahead;
     Layer layers[MAX_LAYERS];
 };
+
+// What launch `kind` asks for: bit `kind` of `wanted` says whether it does.
+Ahead ahead_of(const void* from, int64_t bytes, int kind, int64_t wanted) {
+    const bool asks = wanted >> kind & 1;
+    return {static_cast<const char*>(from), asks ? int(bytes) : 0, int(bytes / (CTAS[kind] * 32) + 16) / 16 * 16};
+}
 
 }  // namespace
 
@@ -87,7 +92,11 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
 }
 
 cudaError_t prepare(const void* kernel, int bytes) {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+#ifdef STRETTO_ONE_SPLIT
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+#endif
+    return e;
 }
 
 // Not set anew where it is so: a thread may be at work in a part of its device.
@@ -99,7 +108,6 @@ cudaError_t set_device(int device) {
 
 struct Queue {
     cudaStream_t stream;
-    int overlap;
     cudaError_t error = cudaSuccess;
 
     template <class Given>
@@ -107,7 +115,11 @@ struct Queue {
         if (error != cudaSuccess) return;
         cudaLaunchAttribute with[2];
         with[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        with[0].val.programmaticStreamSerializationAllowed = overlap;
+#ifdef STRETTO_APART
+        with[0].val.programmaticStreamSerializationAllowed = 0;
+#else
+        with[0].val.programmaticStreamSerializationAllowed = 1;
+#endif
         with[1].id = cudaLaunchAttributeClusterDimension;
         with[1].val.clusterDim.x = unsigned(cluster), with[1].val.clusterDim.y = 1, with[1].val.clusterDim.z = 1;
         cudaLaunchConfig_t how{};
@@ -135,85 +147,69 @@ struct Queue {
 namespace {
 #endif
 
-// One call's launches, in their order.
 template <class Q>
-struct Launches {
-    Q& queue;
-    const Call& c;
-    const float log2_theta, eps;
-    char* const m = c.memory;
-    float *const squares = reinterpret_cast<float*>(m + SQUARES_AT), *const middle_squares = reinterpret_cast<float*>(m + MIDDLE_SQUARES_AT);
-    bf16 *const k_fresh = reinterpret_cast<bf16*>(m + K_MEMORY_AT), *const v_fresh = reinterpret_cast<bf16*>(m + V_MEMORY_AT);
-    int done = 0;
-
-    void run() {
-        for (int64_t layer = 0; layer < c.depth; ++layer)
-            for (int kind = 0; kind < KINDS && done < c.launches; ++kind, ++done) {
-                if (kind == 0) query(layer);
-                if (kind == 1) attention(layer);
-                if (kind == 3) gate_and_up(layer);
-                if (kind == 2 || kind == 4) sum(layer, kind == 4);
+void run(Q& queue, const Call& c, const float* reals) {
+    char* m = c.memory;
+    int launch = 0;
+    const auto common = [&](const float* squares, int64_t parts, Ahead ahead) {
+        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * EVENTS;
+        return Common{int(c.tokens), int(parts), reals[1], squares, ahead, stamps};
+    };
+    float *squares = reinterpret_cast<float*>(m + SQUARES_AT), *middle_squares = reinterpret_cast<float*>(m + MIDDLE_SQUARES_AT);
+    bf16 *k_fresh = reinterpret_cast<bf16*>(m + K_MEMORY_AT), *v_fresh = reinterpret_cast<bf16*>(m + V_MEMORY_AT);
+    for (int64_t i = 0; i < c.depth; ++i) {
+        const Layer &w = c.layers[i], &next = c.layers[(i + 1) % c.depth];
+        const bool first = i == 0, last = i == c.depth - 1;
+        for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
+            if (kind == 0) {
+                Qkv a{};
+                a.all = common(first ? c.squares : squares, first ? c.square_parts : TILES, ahead_of(w.gate_up, int64_t(MLP) * WIDTH * 2, kind, c.ahead));
+                a.weight = map_of(w.qkv, {WIDTH, 8, 2, HALF / 8, HEADS + 2}, {ROW, HALF * ROW, 8 * ROW, HEAD * ROW}, {64, 8, 2, 4, 1});
+                a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
+                a.q = m + Q_MEMORY_AT, a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = reals[0];
+                queue.launch(KERNEL_OF(stretto_chain_qkv, qkv), CTAS[kind], QkvShape::CUTS, QkvShape::THREADS, QkvShape::BYTES, a);
+            } else if (kind == 1) {
+                Attention a{};
+                a.all = common(nullptr, 0, ahead_of(w.gate_up + int64_t(MLP) * WIDTH, int64_t(MLP) * WIDTH * 2, kind, c.ahead));
+                a.q = m + Q_MEMORY_AT, a.k_fresh = k_fresh, a.v_fresh = v_fresh;
+                const auto kept = [&](const bf16* arena) {
+                    const uint64_t step = c.token_step * 2, slots = c.slots, of_slot = c.slot_step * 2, tokens = c.prefix, span = (c.prefix + KEY_CUTS - 1) / KEY_CUTS;
+                    return map_of(arena + i * c.layer_step, {HEAD, tokens, slots, 1, 1}, {step, of_slot, slots * of_slot, slots * of_slot}, {64, uint32_t(span), 1, 1, 1});
+                };
+                a.k = kept(c.k), a.v = kept(c.v), a.slot_step = c.slot_step, a.token_step = c.token_step;
+                if (c.ahead >> KINDS & 1) {
+                    const int64_t next_at = (i + 1) % c.depth * c.layer_step;
+                    a.k_next = c.k + next_at, a.v_next = c.v + next_at;
+                }
+                a.slot = c.slot, a.mask = c.mask, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
+                const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+                queue.launch(KERNEL_OF(stretto_chain_attention, attend), blocks * 2 * KEY_CUTS, KEY_CUTS, ATTENTION_THREADS, ATTENTION_BYTES, a);
+            } else if (kind == 3) {
+                GateUp a{};
+                a.all = common(middle_squares, TILES, ahead_of(next.qkv, int64_t(QKV) * WIDTH * 2, kind, c.ahead));
+                a.weight = map_of(w.gate_up, {WIDTH, 8, 2, MLP / 8, 1}, {ROW, MLP * ROW, 8 * ROW, 2 * MLP * ROW}, {64, 8, 2, 4, 1});
+                a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
+                queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[kind], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
+            } else {
+                const bool down = kind == 4;
+                Add a{};
+                a.all = common(nullptr, 0, down ? ahead_of(next.out, int64_t(WIDTH) * INNER * 2, kind, c.ahead)
+                                                   : ahead_of(w.down, int64_t(WIDTH) * MLP * 2, kind, c.ahead));
+                const uint64_t input = down ? MLP : INNER, all = input * 2 * WIDTH;
+                a.weight = map_of(down ? w.down : w.out, {input, WIDTH, 1, 1, 1}, {input * 2, all, all, all}, {64, 64, 1, 1, 1});
+                a.x = m + (down ? HIDDEN_AT : ATTENDED_AT);
+                a.table = c.table + (2 * i + down) * c.norm_step, a.line_step = c.line_step, a.norm_step = c.norm_step, a.line = c.line;
+                a.given = first && !down ? c.residual : nullptr, a.residual = reinterpret_cast<float*>(m + RESIDUAL_AT);
+                a.scaled = m + (down ? X_AT : MIDDLE_AT), a.squares_out = down ? (last ? c.squares_out : squares) : middle_squares;
+                if (last && down) a.residual_last = c.residual_out, a.scaled_last = c.scaled_out;
+                if (down)
+                    queue.launch(KERNEL_OF(stretto_chain_down, add<DownShape>), CTAS[kind], DownShape::CUTS, DownShape::THREADS, DownShape::BYTES, a);
+                else
+                    queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[kind], OutShape::CUTS, OutShape::THREADS, OutShape::BYTES, a);
             }
+        }
     }
-
-private:
-    Common common(const float* read, int64_t parts) const {
-        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(done) * MOST_CTAS * EVENTS;
-        return {int(c.tokens), int(parts), eps, read, stamps};
-    }
-
-    void query(int64_t layer) {
-        Qkv a{};
-        const bool first = layer == 0;
-        a.all = first ? common(c.squares, c.square_parts) : common(squares, TILES);
-        a.weight = map_of(c.layers[layer].qkv, {WIDTH, 8, 2, HALF / 8, HEADS + 2}, {ROW, HALF * ROW, 8 * ROW, HEAD * ROW}, {64, 8, 2, 4, 1});
-        a.given = first ? c.scaled : nullptr, a.x = m + X_AT;
-        a.q = m + Q_MEMORY_AT, a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = log2_theta;
-        queue.launch(KERNEL_OF(stretto_chain_qkv, qkv), CTAS[0], QkvShape::CUTS, QkvShape::THREADS, QkvShape::BYTES, a);
-    }
-
-    device::Map kept(const bf16* arena, int64_t layer) const {
-        const uint64_t step = c.token_step * 2, slots = c.slots, of_slot = c.slot_step * 2, tokens = c.prefix;
-        const uint32_t span = uint32_t(c.prefix + KEY_CUTS - 1) / KEY_CUTS;
-        return map_of(arena + layer * c.layer_step, {HEAD, tokens, slots, 1, 1}, {step, of_slot, slots * of_slot, slots * of_slot}, {64, span, 1, 1, 1});
-    }
-
-    void attention(int64_t layer) {
-        Attention a{};
-        a.all = common(nullptr, 0);
-        a.k = kept(c.k, layer), a.v = kept(c.v, layer);
-        a.q = m + Q_MEMORY_AT, a.k_fresh = k_fresh, a.v_fresh = v_fresh;
-        a.slot = c.slot, a.mask = c.mask, a.length = c.length, a.prefix = int(c.prefix), a.out = m + ATTENDED_AT;
-        const int blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-        queue.launch(KERNEL_OF(stretto_chain_attention, attend), blocks * 2 * KEY_CUTS, KEY_CUTS, ATTENTION_THREADS, ATTENTION_BYTES, a);
-    }
-
-    void gate_and_up(int64_t layer) {
-        GateUp a{};
-        a.all = common(middle_squares, TILES);
-        a.weight = map_of(c.layers[layer].gate_up, {WIDTH, 8, 2, MLP / 8, 1}, {ROW, MLP * ROW, 8 * ROW, 2 * MLP * ROW}, {64, 8, 2, 4, 1});
-        a.x = m + MIDDLE_AT, a.hidden = m + HIDDEN_AT;
-        queue.launch(KERNEL_OF(stretto_chain_gate_up, gate_up), CTAS[3], GateUpShape::CUTS, GateUpShape::THREADS, GateUpShape::BYTES, a);
-    }
-
-    // The output's product, or `down`.
-    void sum(int64_t layer, bool down) {
-        Add a{};
-        const bool last = down && layer == c.depth - 1;
-        const uint64_t input = down ? MLP : INNER, all = input * 2 * WIDTH;
-        a.all = common(nullptr, 0);
-        a.weight = map_of(down ? c.layers[layer].down : c.layers[layer].out, {input, WIDTH, 1, 1, 1}, {input * 2, all, all, all}, {64, 64, 1, 1, 1});
-        a.x = m + (down ? HIDDEN_AT : ATTENDED_AT);
-        a.table = c.table + (2 * layer + down) * c.norm_step, a.line_step = c.line_step, a.norm_step = c.norm_step, a.line = c.line;
-        a.given = layer == 0 && !down ? c.residual : nullptr, a.residual = reinterpret_cast<float*>(m + RESIDUAL_AT);
-        a.scaled = m + (down ? X_AT : MIDDLE_AT), a.squares_out = last ? c.squares_out : down ? squares : middle_squares;
-        if (last) a.residual_last = c.residual_out, a.scaled_last = c.scaled_out;
-        if (down)
-            queue.launch(KERNEL_OF(stretto_chain_down, add<DownShape>), CTAS[4], DownShape::CUTS, DownShape::THREADS, DownShape::BYTES, a);
-        else
-            queue.launch(KERNEL_OF(stretto_chain_out, add<OutShape>), CTAS[2], OutShape::CUTS, OutShape::THREADS, OutShape::BYTES, a);
-    }
-};
+}
 
 // Words in the order in which the caller lists them; each is one pointer or whole number.
 Call read(const int64_t* words) {
@@ -267,17 +263,17 @@ extern "C" const char* stretto_chain_fits(int* counts) {
 extern "C" const char* stretto_chain_launch(int device, const int64_t* words, const float* reals, void* stream) {
     const Call c = read(words);
 #ifndef STRETTO_ON_HOST
-    Queue queue{static_cast<cudaStream_t>(stream), int(c.overlap)};
+    Queue queue{static_cast<cudaStream_t>(stream)};
     queue.error = set_device(device);
     try {
-        Launches<Queue>{queue, c, reals[0], reals[1]}.run();
+        run(queue, c, reals);
     } catch (CUresult) {
         return "the driver refuses a tensor's map";
     }
     return queue.error == cudaSuccess ? nullptr : cudaGetErrorString(queue.error);
 #else
     Queue queue;
-    Launches<Queue>{queue, c, reals[0], reals[1]}.run();
+    run(queue, c, reals);
     return queue.error;
 #endif
 }

@@ -19,12 +19,12 @@ from torch import Tensor
 from stretto.layers.cuda.build import Built, built
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
-from stretto.layers.kernels.overlap import overlaps
 from stretto.layers.kernels.stream import Stream, carries_shift
 
 LAUNCHES = 5
 """Of a layer: queries, keys and values; attention; output; gate and up; down."""
 CHUNK = 64
+AHEAD = 0
 
 
 class Sizes(NamedTuple):
@@ -169,12 +169,14 @@ class ExpertChain:
         launches: int | None = None,
         memory: Memory | None = None,
         stamps: Tensor | None = None,
+        ahead: int = AHEAD,
     ) -> Stream:
         """Return the stream behind the last layer, scaled rows in fp32.
 
         Args:
             lines: the modulations of the first two norms; those of the others follow at the same distance.
             launches: stop after this many of the five of each layer; what they left is in `memory`.
+            ahead: which launches ask for what later ones read: bits by launch, and 32 for the next layer's keys and values.
 
         Raises:
             RuntimeError: if a launch is refused.
@@ -198,7 +200,7 @@ class ExpertChain:
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
             *(x.data_ptr() for x in out), memory.bytes.data_ptr(),
-            0 if stamps is None else stamps.data_ptr(), int(overlaps(residual)),
+            0 if stamps is None else stamps.data_ptr(), ahead,
             *(w.data_ptr() for layer in weights for w in layer),
         ]  # fmt: skip
         reals = (ctypes.c_float * 2)(math.log2(theta), eps)

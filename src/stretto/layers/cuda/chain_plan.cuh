@@ -23,10 +23,17 @@ ON_DEVICE bf16* in_chunks(char* base, int row, int column) {
     return reinterpret_cast<bf16*>(base + column / 64 * CHUNK_BYTES + in_chunk(row, column % 64));
 }
 
+// What is to come soon is asked for by a launch before: so many bytes, `each` of them by one lane of a CTA.
+struct Ahead {
+    const char* from;
+    int bytes, each;
+};
+
 struct Common {
     int tokens, square_parts;
     float eps;
     const float* squares;  // [tokens, parts]
+    Ahead ahead;
     long long* stamps;
 };
 
@@ -45,7 +52,8 @@ struct Attention {
     device::Map k, v;  // by columns, keys, slots
     Common all;
     const char* q;
-    const bf16 *k_fresh, *v_fresh;
+    const bf16 *k_fresh, *v_fresh, *k_next, *v_next;  // next: the next layer's, of which null asks nothing
+    int64_t slot_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
     const int32_t* length;
@@ -84,6 +92,13 @@ ON_DEVICE void stamp(const Common& a, int event) {
     at[event] = device::ticks();
     if (event == 0 || event == 7) at[event == 0 ? 8 : 9] = device::nanoseconds();
 #endif
+}
+
+ON_DEVICE void ask_ahead(const Ahead& a) {
+    const int lane = device::thread_id() - 32;
+    if (lane < 0 || lane >= 32) return;
+    const int at = (device::block_id() * 32 + lane) * a.each;
+    if (at < a.bytes) device::ask_for(a.from + at, uint32_t(min(a.each, a.bytes - at)));
 }
 
 }  // namespace chain
