@@ -92,7 +92,7 @@ class _Table:
             if self._spare_s(task, alone[key]) < 0.0:
                 late.append(task)
         late.sort(key=urgency)
-        for n in range(len(late) if behind else 0, 0, -1):
+        for n in range(min(len(late), self.limits.batch_cap) if behind else 0, 0, -1):
             if first := self._with_those_who_cannot_wait(late[:n], [*behind, *(t for t in late[n:] if t.started)]):
                 return first
         return []
@@ -108,6 +108,8 @@ class _Table:
             hasty = [t for t in rest if self._spare_s(t, ends) < held_up_s]
             if not hasty:
                 return first
+            if not _differ([*first, *rest]):
+                return []
             # One by one: the less stands before the rest, the more of them can wait.
             soonest = min(hasty, key=urgency)
             first, rest = [*first, soonest], [t for t in rest if t is not soonest]
@@ -197,8 +199,7 @@ class _Table:
         kind, visits = left.end
         fits = (n for n in range(most, 0, -1) if self.forecast.ends(left.visits, n)[kind][visits] <= room)
         first, rest = alike[: (n := next(fits, 0))], alike[n:]
-        given = [t.deadline_s - t.submitted_s for t in alike]
-        if not rest or min(given) > 0.9 * max(given):
+        if not rest or not _differ(alike):
             return ()
         return first if len(self._lost(alike, first, left, safe)) < lost else ()
 
@@ -243,6 +244,12 @@ class _Table:
         while most > 0 and self.limits.seconds(kind, rows + most) - now_s > spare_s:
             most -= 1
         return alike[: max(0, most)]
+
+
+def _differ(tasks: Sequence[Waiting]) -> bool:
+    """Tell whether some robots were given clearly more time than others."""
+    given = [t.deadline_s - t.submitted_s for t in tasks]
+    return min(given) < 0.9 * max(given)
 
 
 def _too_late(task: Waiting, need_s: float, wait_s: float, left_s: float) -> Refusal:
