@@ -81,11 +81,16 @@ class _Table:
         return forecast
 
     def _hurried(self, ends: dict[int, list[float]]) -> list[Waiting]:
-        """Return those who are on time only if others wait for them, if the others then are on time, too."""
+        """Return those who are on time only if others wait for them, if the others then are on time, too.
+
+        Among robots of equal deadlines there are none: who started first also ends first.
+        """
+        if not self.begun or not _differ([*self.begun, *self.fresh]):
+            return []
         behind = [t for t in self.begun if self._spare_s(t, ends) >= 0.0]
         late = [t for t in self.begun if self._spare_s(t, ends) < 0.0]
         alone: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
-        for task in self.fresh if self.begun else ():
+        for task in self.fresh:
             key = task.kind, task.ahead
             if key not in alone:
                 alone[key] = self.forecast.ends(self.work.of(task).visits, 1)
@@ -108,8 +113,6 @@ class _Table:
             hasty = [t for t in rest if self._spare_s(t, ends) < held_up_s]
             if not hasty:
                 return first
-            if not _differ([*first, *rest]):
-                return []
             # One by one: the less stands before the rest, the more of them can wait.
             soonest = min(hasty, key=urgency)
             first, rest = [*first, soonest], [t for t in rest if t is not soonest]
