@@ -305,9 +305,11 @@ class Case:
     single: bool = False
     noise: float = 0.02
 
+    def shop(self, robots: int, seed: int) -> Shop:
+        return Shop(self.line, policy("deadline_limited"), self.demand, robots, seed, self.noise, single=self.single)
+
     def trial(self, robots: int, seconds: float) -> dict[str, Any]:
-        serve = policy("deadline_limited")
-        return measure(Shop(self.line, serve, self.demand, robots, robots, self.noise, single=self.single), seconds)
+        return measure(self.shop(robots, robots), seconds)
 
     def predict(self, seconds: float, factors: Sequence[float] = (1.5, 2.0), guess: int = 1) -> dict[str, Any]:
         """Return the largest fleet that holds, looked for from a guess on, and fleets larger by these factors."""
