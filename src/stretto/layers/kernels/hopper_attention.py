@@ -16,27 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.layers.kernels import hopper_parts
 from stretto.layers.kernels.attention_parts import join_kernel
 from stretto.layers.kernels.fp8_activation import E4M3
-from stretto.layers.kernels.hopper_parts import (
-    QUERIES,
-    allocate,
-    attend_blocks,
-    bring_queries,
-    described,
-    gl,
-    group_pipe,
-    jit,
-    make_room,
-    mbarrier,
-    pass_block,
-    runs_on,
-    scaled_rows,
-    soften,
-    start_barriers,
-    store_rows,
-    tma,
-)
+from stretto.layers.kernels.hopper_parts import QUERIES, gl, jit, mbarrier, runs_on, tma
 from stretto.layers.kernels.language import block_of, cdiv
 from stretto.layers.kernels.overlap import overlaps
 from stretto.layers.tuning import Config
@@ -77,7 +60,7 @@ def _bring_block(
     SUFFIX: gl.constexpr,
 ) -> None:
     """Bring a block: of the slot from `at`, or where the suffix has begun of that from `fresh_at`."""
-    make_room(desc, full, free, stage, turn)
+    hopper_parts.make_room(desc, full, free, stage, turn)
     if SUFFIX:
         if fresh_at >= 0:
             tma.async_copy_global_to_shared(fresh, [b, fresh_at, 0], full.index(stage), buf.index(stage))
@@ -107,7 +90,7 @@ def _bring(
 ) -> None:
     """Bring queries once, and blocks of keys and values in their order."""
     _, k_buf, v_buf, _, k_full, k_free, v_full, v_free = pipe
-    bring_queries(q_desc, pipe, q_line, 0)
+    hopper_parts.bring_queries(q_desc, pipe, q_line, 0)
     for i in range(count):
         stage, turn = i % STAGES, i // STAGES
         at, fresh_at = (first + i) * KEYS, (first + i - arena_blocks) * KEYS
@@ -131,7 +114,7 @@ def _look(told: gl.tensor, i: gl.tensor, layout: gl.constexpr, KEYS: gl.constexp
 @jit
 def _soften(s: gl.tensor, top: gl.tensor, scale: gl.tensor, seen: gl.tensor, FIRST: gl.constexpr) -> gl.tensor:
     # Infinite, so that a row whose first keys are all masked weighs them with 0 exactly.
-    return soften(gl.where(seen[None, :], s, float("-inf")), top, scale, True)
+    return hopper_parts.soften(gl.where(seen[None, :], s, float("-inf")), top, scale, True)
 
 
 @jit
@@ -142,33 +125,27 @@ def _store_parts(tops: gl.tensor, totals: gl.tensor, top: gl.tensor, total: gl.t
 
 
 @jit
-def _attend(
-    pipe: gl.tensor,
+def _store(
     task: gl.tensor,
-    HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    acc: gl.tensor,
+    total: gl.tensor,
+    top: gl.tensor,
+    dtype: gl.constexpr,
     CODED: gl.constexpr,
-    SUFFIX: gl.constexpr,
     SPLIT: gl.constexpr,
 ) -> None:
-    """Attend QUERIES queries to `count` blocks of keys, and store the result, or with SPLIT a part of it."""
-    out, tops, totals, mask, multiplier, row, rows, first, count, arena_blocks, bound, suffix_tokens, scale = task
-    acc, total, top = attend_blocks(
-        pipe, None, (mask, first, arena_blocks, bound, suffix_tokens, SUFFIX), count, scale,
-        HEAD_DIM, QUERIES, KEYS, STAGES, None, _look, _soften,
-    )  # fmt: skip
+    """Store a result, or with SPLIT a part of it."""
+    out, tops, totals, _, multiplier, row, rows, _, _, _, _, _, _ = task
     if not SPLIT:
         # A row without any valid key gives zeros.
-        acc = scaled_rows(acc, 1.0 / gl.where(total > 0.0, total, 1.0))
+        acc = hopper_parts.scaled_rows(acc, 1.0 / gl.where(total > 0.0, total, 1.0))
     if CODED:
         # Rounded as a tensor in between would be, so that the code is the same.
-        acc = acc.to(pipe[1].dtype).to(gl.float32) * gl.load(multiplier)
+        acc = acc.to(dtype).to(gl.float32) * gl.load(multiplier)
         # Two selects instead of min and max, which would lose a NaN.
         acc = gl.where(acc > 448.0, 448.0, acc)
         acc = gl.where(acc < -448.0, -448.0, acc)
-    store_rows(out, acc, row, rows, HEAD_DIM)
+    hopper_parts.store_rows(out, acc, row, rows, acc.shape[1])
     if SPLIT:
         _store_parts(tops, totals, top, total, row, rows)
 
@@ -185,20 +162,24 @@ def _group(
     SUFFIX: gl.constexpr,
     SPLIT: gl.constexpr,
 ) -> None:
-    """Do the work of one group of warps: none if it has no query, and only say so if its split has no keys."""
-    _, tops, totals, _, _, row, rows, _, count, _, _, _, _ = task
+    """Attend a group's queries to `count` blocks of keys: none if it has no query, and only say so if its split has no keys."""
+    _, tops, totals, mask, _, row, rows, first, count, arena_blocks, bound, suffix_tokens, scale = task
     # Whatever is on its way to shared memory has to arrive before the program ends.
     mbarrier.wait(pipe[3], 0)
     if row < rows:
         if count > 0:
-            _attend(pipe, task, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)
+            acc, total, top = hopper_parts.attend_blocks(
+                pipe, None, (mask, first, arena_blocks, bound, suffix_tokens, SUFFIX), count, scale,
+                HEAD_DIM, QUERIES, KEYS, STAGES, None, _look, _soften,
+            )  # fmt: skip
+            _store(task, acc, total, top, pipe[1].dtype, CODED, SPLIT)
         elif SPLIT:
             spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            top = gl.full([QUERIES], -2.0e30, gl.float32, spread)
-            _store_parts(tops, totals, top, gl.zeros([QUERIES], gl.float32, spread), row, rows)
+            none = gl.full([QUERIES], -2.0e30, gl.float32, spread)
+            _store_parts(tops, totals, none, gl.zeros([QUERIES], gl.float32, spread), row, rows)
     else:
         for i in range(count):
-            pass_block(pipe, i, STAGES)
+            hopper_parts.pass_block(pipe, i, STAGES)
 
 
 @jit
@@ -244,8 +225,8 @@ def _hopper_attention_kernel(
     first = split * each
     count = gl.maximum(gl.minimum(each, blocks - first), 0)
 
-    pipe = allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES)
-    start_barriers(pipe, None, STAGES)
+    pipe = hopper_parts.allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES)
+    hopper_parts.start_barriers(pipe, None, STAGES)
 
     start = ((b * SPLITS + split) * rows).to(gl.int64)
     mine, my_tops, my_totals = out + start * HEAD_DIM, tops + start, totals + start
@@ -253,7 +234,7 @@ def _hopper_attention_kernel(
     gl.warp_specialize(
         [
             (_group, (
-                group_pipe(pipe, 0),
+                hopper_parts.group_pipe(pipe, 0),
                 (
                     mine, my_tops, my_totals, line, multiplier, row, rows,
                     first, count, arena_blocks, bound, suffix_tokens, scale,
@@ -261,7 +242,7 @@ def _hopper_attention_kernel(
                 HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT,
             )),
             (_group, (
-                group_pipe(pipe, 1),
+                hopper_parts.group_pipe(pipe, 1),
                 (
                     mine, my_tops, my_totals, line, multiplier, row + QUERIES, rows,
                     first, count, arena_blocks, bound, suffix_tokens, scale,
@@ -318,8 +299,8 @@ def hopper_attention(
     mask = mask_BP.view(torch.uint8) if mask_BP.dtype == torch.bool else mask_BP
     fresh = (k_SPKd, v_SPKd) if suffix is None else suffix
     _hopper_attention_kernel[(cdiv(rows, 2 * QUERIES), t.splits, batch)](
-        described(q_BTHd.view(batch * rows, head_dim), [QUERIES, head_dim]),
-        *(described(x.squeeze(2), [1, t.block_n, head_dim]) for x in (k_SPKd, v_SPKd, *fresh)),
+        hopper_parts.described(q_BTHd.view(batch * rows, head_dim), [QUERIES, head_dim]),
+        *(hopper_parts.described(x.squeeze(2), [1, t.block_n, head_dim]) for x in (k_SPKd, v_SPKd, *fresh)),
         slots_B, mask, mask.stride(0), slots_B if length_B is None else length_B, out if multiplier is None else multiplier,
         *(parts if kept else (out, out, out)), rows, arena_tokens, 0 if suffix is None else suffix[0].shape[1],
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,

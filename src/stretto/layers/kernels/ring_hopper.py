@@ -11,24 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels.hopper_parts import (
-    QUERIES,
-    allocate,
-    attend_blocks,
-    bring_queries,
-    described,
-    gl,
-    group_pipe,
-    jit,
-    make_room,
-    mbarrier,
-    pass_block,
-    runs_on,
-    soften,
-    start_barriers,
-    store_rows,
-    tma,
-)
+from stretto.layers.kernels import hopper_parts
+from stretto.layers.kernels.hopper_parts import QUERIES, gl, jit, mbarrier, runs_on, tma
 from stretto.layers.kernels.language import cdiv
 from stretto.layers.kernels.ring_attention import RingTiling, join_splits
 from stretto.layers.kernels.split_attention import LOG2_E
@@ -51,7 +35,7 @@ def _bring_block(
     turn: gl.tensor,
     KEYS: gl.constexpr,
 ) -> None:
-    make_room(desc, full, free, stage, turn)
+    hopper_parts.make_room(desc, full, free, stage, turn)
     tma.async_copy_global_to_shared(desc, [slot, block * KEYS, channel], full.index(stage), buf.index(stage))
 
 
@@ -71,7 +55,7 @@ def _bring(
 ) -> None:
     """Bring queries once, and blocks of keys and values in the order in which they are used: the last one first."""
     _, k_buf, v_buf, _, k_full, k_free, v_full, v_free = pipe
-    bring_queries(q_desc, pipe, q_line, channel)
+    hopper_parts.bring_queries(q_desc, pipe, q_line, channel)
     for i in range(count):
         block = gl.where(i == 0, first + count - 1, first + i - 1)
         stage, turn = i % STAGES, i // STAGES
@@ -90,11 +74,11 @@ def _soften(s: gl.tensor, top: gl.tensor, scale: gl.tensor, left: gl.tensor, FIR
     if FIRST:
         column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         s = gl.where((column < left)[None, :], s, -1.0e30)
-    return soften(s, top, scale, False)
+    return hopper_parts.soften(s, top, scale, False)
 
 
 @jit
-def _attend(
+def _group(
     pipe: gl.tensor,
     order: gl.tensor,
     task: gl.tensor,
@@ -105,40 +89,27 @@ def _attend(
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
 ) -> None:
-    """Attend QUERIES queries to `count` blocks of keys, of whose first only `left` keys count, and store the result."""
+    """Attend a group's queries to `count` blocks of keys, of whose first only `left` keys count, and store the result.
+
+    The second group may have no query: it lets every block pass.
+    """
     out, lse, row, tokens, line_stride, count, left, scale = task
-    mbarrier.wait(pipe[3], 0)
-    acc, total, top = attend_blocks(
-        pipe, order, left, count, scale, HEAD_DIM, QUERIES, KEYS, STAGES, GROUP, _look, _soften
-    )  # fmt: skip
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_rows(out, acc, row, tokens, line_stride)
-    if SPLIT:
-        line = row + gl.arange(0, QUERIES, layout=top.type.layout)
-        gl.store(lse + line, (top + gl.log2(total)) * 0.6931471805599453, mask=line < tokens)
-
-
-@jit
-def _second(
-    pipe: gl.tensor,
-    order: gl.tensor,
-    task: gl.tensor,
-    HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-) -> None:
-    """Attend as the second group, or let every block pass if it has no query."""
-    _, _, row, tokens, _, count, _, _ = task
-    if row < tokens:
-        _attend(pipe, order, task, HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 1)
+    if GROUP == 0 or row < tokens:
+        mbarrier.wait(pipe[3], 0)
+        acc, total, top = hopper_parts.attend_blocks(
+            pipe, order, left, count, scale, HEAD_DIM, QUERIES, KEYS, STAGES, GROUP, _look, _soften
+        )
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+        hopper_parts.store_rows(out, acc, row, tokens, line_stride)
+        if SPLIT:
+            line = row + gl.arange(0, QUERIES, layout=top.type.layout)
+            gl.store(lse + line, (top + gl.log2(total)) * 0.6931471805599453, mask=line < tokens)
     else:
         for i in range(count):
             if i > 0:
                 mbarrier.wait(order.index(1), (i & 1) ^ 1)
                 mbarrier.arrive(order.index(0))
-            pass_block(pipe, i, STAGES)
+            hopper_parts.pass_block(pipe, i, STAGES)
 
 
 @jit
@@ -170,22 +141,22 @@ def _ring_hopper_kernel(
     slot = gl.load(slots + b).to(gl.int32)
     row = tile * (2 * QUERIES)
 
-    pipe = allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES)
+    pipe = hopper_parts.allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES)
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    start_barriers(pipe, order, STAGES)
+    hopper_parts.start_barriers(pipe, order, STAGES)
 
     line_stride = heads * HEAD_DIM
     part = out + ((b * splits + split) * tokens).to(gl.int64) * line_stride + channel
     sums = lse + ((b * splits + split) * heads + head) * tokens
     gl.warp_specialize(
         [
-            (_attend, (
-                group_pipe(pipe, 0), order, (part, sums, row, tokens, line_stride, count, left, scale),
+            (_group, (
+                hopper_parts.group_pipe(pipe, 0), order, (part, sums, row, tokens, line_stride, count, left, scale),
                 HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 0,
             )),
-            (_second, (
-                group_pipe(pipe, 1), order, (part, sums, row + QUERIES, tokens, line_stride, count, left, scale),
-                HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT,
+            (_group, (
+                hopper_parts.group_pipe(pipe, 1), order, (part, sums, row + QUERIES, tokens, line_stride, count, left, scale),
+                HEAD_DIM, QUERIES, KEYS, STAGES, SPLIT, 1,
             )),
             (_bring, (
                 q_desc, k_desc, v_desc, pipe,
@@ -213,9 +184,9 @@ def ring_hopper(q_BNHd: Tensor, k_SPHd: Tensor, v_SPHd: Tensor, slots_B: Tensor,
     part = torch.empty(batch, splits, tokens, heads, head_dim, dtype=q_BNHd.dtype, device=q_BNHd.device)
     lse = torch.empty(batch, splits, heads, tokens if splits > 1 else 0, dtype=torch.float32, device=q_BNHd.device)
     _ring_hopper_kernel[(cdiv(tokens, 2 * QUERIES), splits, batch * heads)](
-        described(q_BNHd.contiguous().view(batch * tokens, heads * head_dim), [QUERIES, head_dim]),
-        described(k_SPHd.view(*k_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
-        described(v_SPHd.view(*v_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
+        hopper_parts.described(q_BNHd.contiguous().view(batch * tokens, heads * head_dim), [QUERIES, head_dim]),
+        hopper_parts.described(k_SPHd.view(*k_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
+        hopper_parts.described(v_SPHd.view(*v_SPHd.shape[:2], heads * head_dim), [1, tiling.block_n, head_dim]),
         slots_B, part, lse, tokens, arena_tokens, head_dim**-0.5 * LOG2_E, heads,
         HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=tiling.block_n, STAGES=tiling.stages, SPLIT=splits > 1,
         num_warps=4,
