@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import prefix_attention
+from stretto.layers.kernels.fold import ShiftLines, shifted_products
 from stretto.layers.kernels.gated_linear import SplitTiling, counters_needed, gated_linear
 from stretto.layers.kernels.norm_linear import PairTiling, norm_geglu, norm_qkv
 from stretto.layers.kernels.split_attention import Keys, Tiling, split_attention
@@ -107,6 +108,24 @@ def test_norm_geglu(kind: str, b: int, t: int, segments: int) -> None:
     squares = torch.cat((stream.squares_MP * 0.25, stream.squares_MP * 0.75), dim=1)
     args = stream.scaled_BRD, squares, normal(2, 2 * hidden, width, dtype=DTYPE), norm, EPS
     agree(norm_geglu.kernel(*args, tiling=PairTiling(segments, 32, 64, 4, 2)), norm_geglu.reference(*args))
+
+
+@pytest.mark.parametrize("kind", ["table", "table by token"])
+def test_shifts_that_a_stream_does_not_carry_are_added_from_a_table_of_their_products(kind: str) -> None:
+    b, t, width, hidden, d = 3, 17, 64, 96, 32
+    norm = modulation(kind, 1, b, t, width)
+    assert norm.rows is not None
+    stream = open_stream.reference(normal(0, b, t, width), norm, DTYPE)
+    up, qkv = normal(2, 2 * hidden, width, dtype=DTYPE), normal(3, 6 * d, width, dtype=DTYPE)
+    shifts = [ShiftLines(shifted_products(norm.table[:, width : 2 * width], w), norm.rows) for w in (up, qkv)]
+    args = stream.scaled_BRD, stream.squares_MP, up, norm, EPS
+    got = norm_geglu.kernel(*args, shifts[0], tiling=PairTiling(2, 32, 64, 4, 2))
+    agree(got, norm_geglu.reference(*args, shifts[0]))
+    agree(got, norm_geglu.reference(*args))
+    starts = torch.arange(b, device=DEVICE, dtype=torch.int32) * 300
+    args = stream.scaled_BRD, stream.squares_MP, qkv, norm, starts
+    named = {"heads": 4, "kv_heads": 1, "head_dim": d, "theta": 1e4, "eps": EPS, "shift": shifts[1]}
+    agree(norm_qkv.kernel(*args, **named, tiling=PairTiling(2, 16, 32, 4, 2)), norm_qkv.reference(*args, **named))
 
 
 @pytest.mark.parametrize("gate", KINDS)

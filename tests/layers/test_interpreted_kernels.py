@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-FILES = ("test_kernels.py", "test_expert_kernels.py", "test_prefix_kernels.py", "test_fp8_kernels.py", "test_wan_kernels.py")
+FILES = (
+    "test_kernels.py",
+    "test_expert_kernels.py",
+    "test_prefix_kernels.py",
+    "test_fp8_kernels.py",
+    "test_folded_kernels.py",
+    "test_wan_kernels.py",
+)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already in the interpreter")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels.fold import Fold, arguments_of, fold_line, kind_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
 
 MAX_BLOCK = 1024
@@ -36,12 +37,30 @@ def gelu_tanh_of(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _geglu_kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _geglu_kernel(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    factor: tl.tensor,
+    table: tl.tensor,
+    lines: tl.tensor,
+    line_stride: tl.tensor,
+    tokens: tl.tensor,
+    FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    if FOLD:
+        inverse = tl.load(factor + row)
+        gate, up = gate * inverse, up * inverse
+    if FOLD > 1:
+        line = fold_line(table, lines, line_stride, row, tokens, FOLD)
+        gate += tl.load(line + column, mask=inside, other=0.0)
+        up += tl.load(line + width + column, mask=inside, other=0.0)
     tl.store(out + row * width + column, (gelu_tanh_of(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -65,11 +84,14 @@ def geglu_triton(gate_up: Tensor) -> Tensor:
     return out
 
 
-def geglu_into(gate_up: Tensor, out: Tensor) -> None:
-    """Write the GeGLU of dense gate_up [..., 2 F] to dense out [..., F], by the kernel."""
+def geglu_into(gate_up: Tensor, out: Tensor, fold: Fold | None = None) -> None:
+    """Write the GeGLU of dense gate_up [..., 2 F] to dense out [..., F], by the kernel; with `fold`, of the norm's product."""
     width = out.shape[-1]
     block = min(block_of(width), MAX_BLOCK)
-    _geglu_kernel[(out.numel() // width, cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=warps_of(block))
+    tokens = 1 if fold is None else fold.factor_BT.shape[1]
+    _geglu_kernel[(out.numel() // width, cdiv(width, block))](
+        gate_up, out, width, *arguments_of(fold, out), tokens, FOLD=kind_of(fold), BLOCK=block, num_warps=warps_of(block)
+    )
 
 
 def gelu_tanh_triton(x: Tensor, bias_F: Tensor | None = None) -> Tensor:

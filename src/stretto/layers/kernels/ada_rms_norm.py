@@ -103,6 +103,7 @@ def _ada_rms_norm_kernel(
     y: tl.tensor,
     out: tl.tensor,
     total: tl.tensor,
+    factor: tl.tensor,
     gate_table: tl.tensor,
     gate_stride: tl.tensor,
     gate_rows: tl.tensor,
@@ -119,6 +120,7 @@ def _ada_rms_norm_kernel(
     NORM_INDEXED: tl.constexpr,
     NORM_PER_TOKEN: tl.constexpr,
     SHIFTED: tl.constexpr,
+    FOLDED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -142,9 +144,14 @@ def _ada_rms_norm_kernel(
         value = stored.to(tl.float32)
     line = line_of(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
     scale = tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * (1.0 + scale)
-    if SHIFTED:
-        normed += tl.load(line + width + column, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    if FOLDED:
+        tl.store(factor + tl.program_id(0), inverse)
+        normed = value * (1.0 + scale)
+    else:
+        normed = value * inverse * (1.0 + scale)
+        if SHIFTED:
+            normed += tl.load(line + width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -165,20 +172,33 @@ def gated_add_ada_rms_norm_triton(
 
 
 def launch(
-    x: Tensor, y: Tensor, out: Tensor, total: Tensor, gated_by: Modulation, normed_by: Modulation, eps: float, *, add: bool
+    x: Tensor,
+    y: Tensor,
+    out: Tensor,
+    total: Tensor,
+    gated_by: Modulation,
+    normed_by: Modulation,
+    eps: float,
+    *,
+    add: bool,
+    factor_BT: Tensor | None = None,
 ) -> None:
-    """Run the kernel; y may be parts [S, M, D] that are summed first, in their order."""
+    """Run the kernel; y may be parts [S, M, D] that are summed first, in their order.
+
+    With `factor_BT` the norm is folded: rows are scaled only, and 1 / rms goes there.
+    """
     batch, tokens, width = x.shape
     gate, norm, block, overlap = gated_by.addressing(), normed_by.addressing(), block_of(width), overlaps(x)
     _ada_rms_norm_kernel[(batch * tokens,)](
-        x, y, out, total,
+        x, y, out, total, out if factor_BT is None else factor_BT,
         gate.table, gate.stride, gate.rows,
         norm.table, norm.stride, norm.rows,
         tokens, width, eps,
         ADD=add,
         GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token, GATED=not gated_by.scale_only,
         NORM_INDEXED=norm.indexed, NORM_PER_TOKEN=norm.per_token, SHIFTED=not normed_by.scale_only,
-        SPLITS=y.numel() // x.numel(), BLOCK=block, OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,
+        FOLDED=factor_BT is not None, SPLITS=y.numel() // x.numel(), BLOCK=block, OVERLAP=overlap,
+        num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.layers.cuda.chain import ExpertChain, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
+from stretto.layers.kernels.fold import ShiftLines
 from stretto.layers.kernels.gated_linear import counters_needed, gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
 from stretto.layers.kernels.stream import Stream, open_stream
@@ -49,17 +50,23 @@ class _Sizes(TypedDict):
 
 
 def expert_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
+    stream: Stream,
+    weights: Sequence[Weights],
+    norms: Sequence[Modulation],
+    keys: PrefixKV,
+    shape: Shape,
+    shifts: Sequence[ShiftLines | None] | None = None,
 ) -> Stream:
     """Return the stream behind the last layer; its scaled rows are in fp32, for what comes after the last norm.
 
-    `norms` are the 2 L + 1 in the order in which layers meet them; their tables lie evenly in memory.
+    `norms` are the 2 L + 1 in the order in which layers meet them; their tables lie evenly in memory. `shifts` is what all but
+    the last add to the product behind them: a stream that does not carry its shifts is rounded like one that does, with them.
     """
     chain, _ = chain_of(stream.residual_BTD.shape, stream.scaled_BRD.dtype, weights, norms[0], keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
     asked.add("separate" if chain is None else "chain")
     if chain is None:
-        return separate_layers(stream, weights, norms, keys, shape)
+        return separate_layers(stream, weights, norms, keys, shape, shifts)
     return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
 
 
@@ -92,7 +99,12 @@ def key_of(size: Size, weights: Sequence[Weights], keys: PrefixKV, shape: Shape)
 
 
 def separate_layers(
-    stream: Stream, weights: Sequence[Weights], norms: Sequence[Modulation], keys: PrefixKV, shape: Shape
+    stream: Stream,
+    weights: Sequence[Weights],
+    norms: Sequence[Modulation],
+    keys: PrefixKV,
+    shape: Shape,
+    shifts: Sequence[ShiftLines | None] | None = None,
 ) -> Stream:
     """Run layers as separate kernels: norms are folded into the products behind them, sums into those before."""
     dtype, (heads, kv_heads, head_dim, theta, eps, lead) = stream.scaled_BRD.dtype, shape
@@ -101,11 +113,14 @@ def separate_layers(
     for i, w in enumerate(weights):
         first, second, third = norms[2 * i : 2 * i + 3]
         sizes: _Sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        qkv = norm_qkv(stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.suffix_start_B, **sizes, theta=theta, eps=eps)
+        of_qkv, of_gate_up = (None, None) if shifts is None else shifts[2 * i : 2 * i + 2]
+        qkv = norm_qkv(
+            stream.scaled_BRD, stream.squares_MP, w.qkv, first, keys.suffix_start_B, **sizes, theta=theta, eps=eps, shift=of_qkv
+        )
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
         y = keys.attend(i, q, k, v, lead)
         stream = gated_linear(y, w.out, stream.residual_BTD, first, second, dtype, counters)
-        y = norm_geglu(stream.scaled_BRD, stream.squares_MP, w.gate_up, second, eps)
+        y = norm_geglu(stream.scaled_BRD, stream.squares_MP, w.gate_up, second, eps, of_gate_up)
         last = i == len(weights) - 1
         stream = gated_linear(y, w.down, stream.residual_BTD, second, third, torch.float32 if last else dtype, counters)
     return stream

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.layers import cublas_lt
 from stretto.layers.kernels.activation import gelu_tanh_of
+from stretto.layers.kernels.fold import Fold, arguments_of, fold_line, kind_of
 from stretto.layers.kernels.language import cdiv, jit, programs, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_rows
 from stretto.layers.tuning import Config
@@ -88,6 +89,12 @@ def _gemm_kernel(
     rows: tl.tensor,
     columns: tl.tensor,
     inner: tl.tensor,
+    factor: tl.tensor,
+    table: tl.tensor,
+    lines: tl.tensor,
+    line_stride: tl.tensor,
+    tokens: tl.tensor,
+    FOLD: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     GELU: tl.constexpr,
@@ -123,6 +130,15 @@ def _gemm_kernel(
             acc = tl.dot(x.load([m, start + step * BLOCK_K]), w_tile.T, acc)
         if PARTS == 2:
             gate, up = halves(acc)
+            if FOLD:
+                at = tl.minimum(m + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)
+                inverse = tl.load(factor + at)[:, None]
+                gate, up = gate * inverse, up * inverse
+            if FOLD > 1:
+                line = fold_line(table, lines, line_stride, at, tokens, FOLD)[:, None] + (n + column)[None, :]
+                there = (n + column < columns)[None, :]
+                gate += tl.load(line, mask=there, other=0.0)
+                up += tl.load(line + columns, mask=there, other=0.0)
             acc = gelu_tanh_of(gate) * up
         else:
             if BIAS:
@@ -133,12 +149,21 @@ def _gemm_kernel(
 
 
 def gemm(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tiling: Tiling, *, activation: Activation | None = None
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    tiling: Tiling,
+    *,
+    activation: Activation | None = None,
+    fold: Fold | None = None,
 ) -> Tensor:
-    """Return activation(x @ weight.T + bias) for x [..., K]: [..., N], or [..., N / 2] for GeGLU (gate first, no bias)."""
+    """Return activation(x @ weight.T + bias) for x [..., K]: [..., N], or [..., N / 2] for GeGLU (gate first, no bias).
+
+    A GeGLU may be of a folded norm, then x is [B, T, K].
+    """
     columns = weight_NK.shape[0] // (2 if activation == "geglu" else 1)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    _launch(x, weight_NK, bias_N, out.view(1, -1, columns), tiling, activation)
+    _launch(x, weight_NK, bias_N, out.view(1, -1, columns), tiling, activation, fold)
     return out
 
 
@@ -151,7 +176,13 @@ def split_gemm(x: Tensor, weight_NK: Tensor, tiling: Tiling, splits: int) -> Ten
 
 
 def _launch(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_SMN: Tensor, t: Tiling, activation: Activation | None
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_SMN: Tensor,
+    t: Tiling,
+    activation: Activation | None,
+    fold: Fold | None = None,
 ) -> None:
     (splits, rows, columns), inner, parts = out_SMN.shape, x.shape[-1], 2 if activation == "geglu" else 1
     tiles, early = cdiv(rows, t.block_m) * cdiv(columns, t.block_n) * splits, starts_early(x, rows)
@@ -160,6 +191,7 @@ def _launch(
         TensorDescriptor.from_tensor(weight_NK.view(parts, columns, inner), [parts, t.block_n, t.block_k]),
         TensorDescriptor.from_tensor(out_SMN, [1, t.block_m, t.block_n]),
         weight_NK, x if bias_N is None else bias_N, rows, columns, inner,
+        *arguments_of(fold, x), 1 if fold is None else fold.factor_BT.shape[1], FOLD=kind_of(fold),
         PARTS=parts, BIAS=bias_N is not None, GELU=activation == "gelu", BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         BLOCK_K=t.block_k, GROUP=t.group, PERSISTENT=bool(t.persistent), SPLITS=splits,
         OVERLAP=early, num_warps=t.warps, num_stages=t.stages, launch_pdl=early,

@@ -78,7 +78,7 @@ def run(
     return out, total
 
 
-def _candidates(key: Key) -> list[Config]:
+def candidates(key: Key) -> list[Config]:
     found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
     if key[0] >= 2000:  # the chip is full without
         return found
@@ -91,7 +91,7 @@ def _candidates(key: Key) -> list[Config]:
     ]
 
 
-def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+def inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     rows, inner, width = key
     tokens = 50 if rows % 50 == 0 else rows
     x = torch.randn(rows // tokens, tokens, inner, device=device).to(dtype)
@@ -103,5 +103,5 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ..
 
 SPLITS = (1, 2, 3, 4, 6, 8)
 linear_add_ada_rms_norm = FusedOp(linear_add_ada_rms_norm_reference, linear_add_ada_rms_norm_triton)
-_FIELDS = {**gemm.FIELDS, "splits": SPLITS}
-TUNABLES = (Tunable("linear_add_ada_rms_norm", _FIELDS, _candidates, _inputs, run),)
+FIELDS = {**gemm.FIELDS, "splits": SPLITS}
+TUNABLES = (Tunable("linear_add_ada_rms_norm", FIELDS, candidates, inputs, run),)

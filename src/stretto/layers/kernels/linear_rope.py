@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
+from stretto.layers.kernels.fold import Fold, arguments_of, fold_line, kind_of
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, prefetch_rows
@@ -99,6 +100,11 @@ def _rotate_write_kernel(
     k_t: tl.tensor,
     v_slot: tl.tensor,
     v_t: tl.tensor,
+    factor: tl.tensor,
+    table: tl.tensor,
+    lines: tl.tensor,
+    line_stride: tl.tensor,
+    FOLD: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -115,6 +121,13 @@ def _rotate_write_kernel(
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + pair
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if FOLD:
+        inverse = tl.load(factor + row)
+        low, high = low * inverse, high * inverse
+    if FOLD > 1:
+        line = fold_line(table, lines, line_stride, row, tokens, FOLD) + head * (2 * HALF) + pair
+        low += tl.load(line, mask=inside, other=0.0)
+        high += tl.load(line + HALF, mask=inside, other=0.0)
     turned = head < HEADS + KV_HEADS
     c = tl.where(turned, tl.load(cos + row * HALF + pair, mask=column, other=1.0), 1.0)
     s = tl.where(turned, tl.load(sin + row * HALF + pair, mask=column, other=0.0), 0.0)
@@ -150,6 +163,11 @@ def _linear_rope_kernel(
     k_t: tl.tensor,
     v_slot: tl.tensor,
     v_t: tl.tensor,
+    factor: tl.tensor,
+    table: tl.tensor,
+    lines: tl.tensor,
+    line_stride: tl.tensor,
+    FOLD: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -177,6 +195,14 @@ def _linear_rope_kernel(
     row = (m + tl.arange(0, BLOCK_M)).to(tl.int64)
     pair = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = (row < rows)[:, None]
+    if FOLD:
+        held = tl.minimum(row, rows - 1)
+        inverse = tl.load(factor + held)[:, None]
+        low, high = low * inverse, high * inverse
+    if FOLD > 1:
+        line = fold_line(table, lines, line_stride, held, tokens, FOLD)[:, None] + head * 2 * HALF + pair
+        low += tl.load(line)
+        high += tl.load(line + HALF)
     at = row[:, None] * HALF + pair
     turned = inside & (head < HEADS + KV_HEADS)
     c = tl.load(cos + at, mask=turned, other=1.0)
@@ -219,28 +245,36 @@ def linear_rope_write_triton(
 def run(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """Run one choice; None is the rule. `rest` is cosines, sines, arenas, slots and the number of query heads."""
     if choice is None or choice["impl"] == "cublas":
-        return _pass(linear(x, weight), *rest)
+        return rotate_and_write(linear(x, weight), *rest)
     if choice["impl"] == "lt":
-        return _pass(cublas_lt.matmul(x, weight, int(choice["algo"])), *rest)
-    return _fused(Tiling.of(choice), x, weight, *rest)
+        return rotate_and_write(cublas_lt.matmul(x, weight, int(choice["algo"])), *rest)
+    return fused(Tiling.of(choice), x, weight, *rest)
 
 
-def _pass(
-    qkv_BTC: Tensor, cos: Tensor, sin: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, heads: int
+def rotate_and_write(
+    qkv_BTC: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    heads: int,
+    fold: Fold | None = None,
 ) -> Tensor:
+    """Rotate and write a product; an fp32 one is rounded to the arena's dtype afterwards."""
     (batch, tokens), (kv_heads, head_dim) = qkv_BTC.shape[:2], k_arena_SPKd.shape[-2:]
-    q = torch.empty(batch, tokens, heads, head_dim, dtype=qkv_BTC.dtype, device=qkv_BTC.device)
+    q = torch.empty(batch, tokens, heads, head_dim, dtype=k_arena_SPKd.dtype, device=qkv_BTC.device)
     early = gemm.starts_early(q, batch * tokens)
     _rotate_write_kernel[(batch * tokens,)](
         qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
-        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
+        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2], *arguments_of(fold, q), FOLD=kind_of(fold),
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_HEADS=block_of(heads + 2 * kv_heads),
         BLOCK_HALF=block_of(head_dim // 2), OVERLAP=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return q
 
 
-def _fused(
+def fused(
     t: Tiling,
     x_BTD: Tensor,
     weight_CD: Tensor,
@@ -250,6 +284,7 @@ def _fused(
     v_arena_SPKd: Tensor,
     slots_B: Tensor,
     heads: int,
+    fold: Fold | None = None,
 ) -> Tensor:
     (batch, tokens, inner), (kv_heads, head_dim) = x_BTD.shape, k_arena_SPKd.shape[-2:]
     rows = batch * tokens
@@ -260,7 +295,7 @@ def _fused(
         TensorDescriptor.from_tensor(x_BTD.view(rows, inner), [t.block_m, t.block_k]),
         TensorDescriptor.from_tensor(weight_CD.view(-1, head_dim // 2, inner), [2, t.block_n, t.block_k]),
         weight_CD, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, rows, tokens, inner,
-        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2],
+        *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2], *arguments_of(fold, q), FOLD=kind_of(fold),
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
         GROUP=t.group, OVERLAP=early, num_warps=t.warps, num_stages=t.stages, launch_pdl=early,
     )  # fmt: skip

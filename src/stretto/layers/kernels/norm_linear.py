@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, linear
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import gelu_tanh_of
 from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.fold import Fold, ShiftLines
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
 from stretto.layers.kernels.overlap import await_inputs, overlaps, prefetch_span
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
@@ -52,9 +53,13 @@ def norm_qkv_reference(
     head_dim: int,
     theta: float,
     eps: float,
+    shift: ShiftLines | None = None,
 ) -> Tensor:
-    """Return queries, keys and values of a stream side by side, [B, T, C, d]; token t is rotated to `starts_B[b] + t`."""
-    qkv = linear(normed_reference(scaled_BRD, squares_MP, normed_by, eps), weight_ND.float())
+    """Return queries, keys and values of a stream side by side, [B, T, C, d]; token t is rotated to `starts_B[b] + t`.
+
+    `shift` is what the shifts add to the product, if it is known; a stream that carries its shifts does not need it.
+    """
+    qkv = _product_reference(scaled_BRD, squares_MP, weight_ND, normed_by, eps, shift)
     q, k, v = split_qkv(qkv, heads, kv_heads, head_dim)
     positions_BT = starts_B[:, None] + torch.arange(qkv.shape[1], device=qkv.device)
     cos, sin = rotary_angles(positions_BT, head_dim, theta)
@@ -62,11 +67,25 @@ def norm_qkv_reference(
 
 
 def norm_geglu_reference(
-    scaled_BRD: Tensor, squares_MP: Tensor, weight_ND: Tensor, normed_by: Modulation, eps: float
+    scaled_BRD: Tensor,
+    squares_MP: Tensor,
+    weight_ND: Tensor,
+    normed_by: Modulation,
+    eps: float,
+    shift: ShiftLines | None = None,
 ) -> Tensor:
-    """Return gelu(gate) * up of a stream, [B, T, F]; the weight holds gate, then up."""
-    gate, up = linear(normed_reference(scaled_BRD, squares_MP, normed_by, eps), weight_ND.float()).chunk(2, dim=-1)
+    """Return gelu(gate) * up of a stream, [B, T, F]; the weight holds gate, then up. `shift` is as in `norm_qkv`."""
+    gate, up = _product_reference(scaled_BRD, squares_MP, weight_ND, normed_by, eps, shift).chunk(2, dim=-1)
     return (gelu(gate, approximate="tanh") * up).to(scaled_BRD.dtype)
+
+
+def _product_reference(
+    scaled_BRD: Tensor, squares_MP: Tensor, weight_ND: Tensor, normed_by: Modulation, eps: float, shift: ShiftLines | None
+) -> Tensor:
+    if shift is None or carries_shift(normed_by):
+        return linear(normed_reference(scaled_BRD, squares_MP, normed_by, eps), weight_ND.float())
+    factor = torch.rsqrt(squares_MP.sum(-1) / scaled_BRD.shape[-1] + eps).view(scaled_BRD.shape[:2])
+    return Fold(factor, shift).on(linear(scaled_BRD.float(), weight_ND.float()))
 
 
 @jit
@@ -122,6 +141,7 @@ def _norm_pair_kernel(
     PER_TOKEN: tl.constexpr,
     CARRIED: tl.constexpr,
     SHIFT: tl.constexpr,
+    TABLED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,6 +168,8 @@ def _norm_pair_kernel(
     shift_at = table
     if SHIFT and not CARRIED:
         shift_at = table + line_at(rows, b_in, t_in, TOKENS, INDEXED, PER_TOKEN) * line_stride + WIDTH
+    if TABLED:
+        line = table + line_at(rows, b_in, t_in, TOKENS, INDEXED, PER_TOKEN) * line_stride
     await_inputs(OVERLAP)
 
     part = tl.arange(0, PARTS)
@@ -172,6 +194,9 @@ def _norm_pair_kernel(
     elif not SHIFT:
         first *= factor[:, None]
         second *= factor[:, None]
+        if TABLED:
+            first += tl.load(line[:, None] + low[None, :])
+            second += tl.load(line[:, None] + HALF + low[None, :])
 
     at = (b * TOKENS + t).to(tl.int64)[:, None] * OUT
     kind = out.dtype.element_ty
@@ -225,20 +250,23 @@ def _launch(
     starts: Tensor | None = None,
     rotated: int = 0,
     theta: float = 1.0,
+    shift: ShiftLines | None = None,
 ) -> None:
     batch, _, width = scaled.shape
     tokens = squares.shape[0] // batch
     carried = carries_shift(normed_by)
     segment = max(block_of(tokens + carried), 16)
     block_n, block_k = min(cut.block_n, half & -half), min(cut.block_k, width & -width)
-    lines, overlap = normed_by.addressing(), overlaps(scaled) and weight.element_size() == 2
+    tabled = shift is not None and not carried
+    lines = Modulation(*shift, scale_only=True).addressing() if shift is not None and tabled else normed_by.addressing()
+    overlap = overlaps(scaled) and weight.element_size() == 2
     _norm_pair_kernel[(weight.shape[0] // (2 * block_n), cdiv(batch, cut.segments))](
         _described(scaled, [cut.segments, segment, block_k]), squares, _described(weight, [block_n, block_k]), weight,
         out, lines.table, lines.stride, lines.rows, squares if starts is None else starts,
         batch, math.log2(theta), eps,
         TOKENS=tokens, WIDTH=width, PARTS=squares.shape[1], OUT=out.shape[2:].numel(), HALF=half,
         ROTATED=rotated, ROTATE=starts is not None, INDEXED=lines.indexed, PER_TOKEN=lines.per_token,
-        CARRIED=carried, SHIFT=not normed_by.scale_only, SEGMENTS=cut.segments, SEGMENT=segment,
+        CARRIED=carried, SHIFT=not normed_by.scale_only and not tabled, TABLED=tabled, SEGMENTS=cut.segments, SEGMENT=segment,
         BLOCK_N=block_n, BLOCK_K=block_k, OVERLAP=overlap,
         num_warps=cut.warps, num_stages=cut.stages, launch_pdl=overlap,
     )  # fmt: skip
@@ -256,6 +284,7 @@ def norm_qkv_triton(
     head_dim: int,
     theta: float,
     eps: float,
+    shift: ShiftLines | None = None,
     tiling: PairTiling | None = None,
 ) -> Tensor:
     batch, tokens = scaled_BRD.shape[0], squares_MP.shape[0] // scaled_BRD.shape[0]
@@ -266,7 +295,7 @@ def norm_qkv_triton(
         tiling = chosen(found, batch, tokens, heads_in_all * head_dim // 2)
     out = torch.empty(batch, tokens, heads_in_all, head_dim, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
     rotated = heads + kv_heads
-    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, head_dim // 2, eps, tiling, starts_B, rotated, theta)
+    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, head_dim // 2, eps, tiling, starts_B, rotated, theta, shift)
     return out
 
 
@@ -276,6 +305,7 @@ def norm_geglu_triton(
     weight_ND: Tensor,
     normed_by: Modulation,
     eps: float,
+    shift: ShiftLines | None = None,
     tiling: PairTiling | None = None,
 ) -> Tensor:
     batch, tokens, hidden = scaled_BRD.shape[0], squares_MP.shape[0] // scaled_BRD.shape[0], weight_ND.shape[0] // 2
@@ -283,7 +313,7 @@ def norm_geglu_triton(
         key = (batch, tokens, scaled_BRD.shape[-1], hidden)
         tiling = chosen(tuned("norm_geglu", key, scaled_BRD.dtype, scaled_BRD.device), batch, tokens, hidden)
     out = torch.empty(batch, tokens, hidden, dtype=scaled_BRD.dtype, device=scaled_BRD.device)
-    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, hidden, eps, tiling)
+    _launch(scaled_BRD, squares_MP, weight_ND, normed_by, out, hidden, eps, tiling, shift=shift)
     return out
 
 

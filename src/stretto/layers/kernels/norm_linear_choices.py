@@ -53,7 +53,7 @@ def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[A
 def _run_geglu(choice: Config | None, scaled: Tensor, squares: Tensor, weight: Tensor, norm: Modulation) -> Tensor:
     batch = scaled.shape[0]
     cut = chosen(choice, batch, squares.shape[0] // batch, weight.shape[0] // 2)
-    return norm_geglu_triton(scaled, squares, weight, norm, 1e-6, cut)
+    return norm_geglu_triton(scaled, squares, weight, norm, 1e-6, tiling=cut)
 
 
 _FIELDS = {

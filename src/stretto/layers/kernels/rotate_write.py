@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.linear_rope import _pass
+from stretto.layers.kernels.linear_rope import rotate_and_write
 from stretto.layers.kernels.rope import rotate, split_qkv
 
 
@@ -28,7 +28,7 @@ def rotate_write_reference(
 def rotate_write_triton(
     qkv_BTC: Tensor, table: tuple[Tensor, Tensor], k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, *, heads: int
 ) -> Tensor:
-    return _pass(qkv_BTC, *table, k_arena_SPKd, v_arena_SPKd, slots_B, heads)
+    return rotate_and_write(qkv_BTC, *table, k_arena_SPKd, v_arena_SPKd, slots_B, heads)
 
 
 def _supports(

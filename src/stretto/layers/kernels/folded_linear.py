@@ -1,0 +1,174 @@
+"""Products of a folded norm (fold.py): queries, keys and values that are rotated and written, and gated units.
+
+What is left of the norm, then rotation or gate, see the fp32 sums; only their result is rounded. Either one kernel does it on
+the accumulator, or cuBLAS leaves sums in fp32 and a pass reads them; which of them at a shape is a measured choice.
+
+Shape legend: as in linear_rope; F hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from stretto.layers import cublas_lt
+from stretto.layers.dispatch import FusedOp
+from stretto.layers.kernels import gemm, linear_rope
+from stretto.layers.kernels.activation import geglu_into
+from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.fold import Fold, ShiftLines, folded_norm_reference, product_fp32
+from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.rope import rotate, split_qkv
+from stretto.layers.tuning import Config, Key, Tunable, tuned
+
+FUSED_ROWS = 300
+"""Below, without a measured choice, rotation is in the product: measured for the product that is not folded."""
+
+
+def folded_rope_write_reference(
+    scaled_BTD: Tensor,
+    factor_BT: Tensor,
+    weight_CD: Tensor,
+    shift: ShiftLines | None,
+    table: tuple[Tensor, Tensor],
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    """Do what `linear_rope_write` does to the norm that rows, factors and shift stand for; round once, after rotation."""
+    kv_heads, head_dim = k_arena_SPKd.shape[-2:]
+    qkv = Fold(factor_BT, shift).on(product_fp32(scaled_BTD, weight_CD))
+    q, k, v = split_qkv(qkv, heads, kv_heads, head_dim)
+    cos, sin = (x[:, :, None] for x in table)
+    tokens = scaled_BTD.shape[1]
+    k_arena_SPKd[slots_B, :tokens] = rotate(k, cos, sin).to(k_arena_SPKd.dtype)
+    v_arena_SPKd[slots_B, :tokens] = v.to(v_arena_SPKd.dtype)
+    return rotate(q, cos, sin).to(k_arena_SPKd.dtype)
+
+
+def folded_geglu_reference(scaled_BTD: Tensor, factor_BT: Tensor, weight_2FD: Tensor, shift: ShiftLines | None) -> Tensor:
+    """Return gelu(gate) * up of the norm that rows, factors and shift stand for, [B, T, F] in the rows' dtype."""
+    gate, up = Fold(factor_BT, shift).on(product_fp32(scaled_BTD, weight_2FD)).chunk(2, dim=-1)
+    return (gelu(gate, approximate="tanh") * up).to(scaled_BTD.dtype)
+
+
+def folded_rope_write_triton(
+    scaled_BTD: Tensor,
+    factor_BT: Tensor,
+    weight_CD: Tensor,
+    shift: ShiftLines | None,
+    table: tuple[Tensor, Tensor],
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    *,
+    heads: int,
+) -> Tensor:
+    key = (scaled_BTD.shape[:2].numel(), scaled_BTD.shape[2], heads, *k_arena_SPKd.shape[-2:])
+    fold, choice = Fold(factor_BT, shift), None
+    if gemm.takes(scaled_BTD, weight_CD):
+        choice = tuned("folded_rope_write", key, scaled_BTD.dtype, scaled_BTD.device)
+    return run_rope(choice, scaled_BTD, weight_CD, *table, k_arena_SPKd, v_arena_SPKd, slots_B, heads, fold)
+
+
+def folded_geglu_triton(scaled_BTD: Tensor, factor_BT: Tensor, weight_2FD: Tensor, shift: ShiftLines | None) -> Tensor:
+    key = (scaled_BTD.shape[:2].numel(), scaled_BTD.shape[2], weight_2FD.shape[0] // 2)
+    choice = None
+    if gemm.takes(scaled_BTD, weight_2FD):
+        choice = tuned("folded_geglu", key, scaled_BTD.dtype, scaled_BTD.device)
+    return run_geglu(choice, scaled_BTD, weight_2FD, Fold(factor_BT, shift))
+
+
+def run_rope(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Run one choice; None is the rule. `rest` is as in `linear_rope.run`, and the fold."""
+    choice = choice or _rope_rule(x, weight, rest[2].shape[-1] // 2)
+    if choice["impl"] == "triton":
+        return linear_rope.fused(Tiling.of(choice), x, weight, *rest)
+    return linear_rope.rotate_and_write(_product(choice, x, weight), *rest)
+
+
+def run_geglu(choice: Config | None, x: Tensor, weight_2FD: Tensor, fold: Fold) -> Tensor:
+    """Run one choice; None is the rule, which is cuBLAS: no tile of ours was faster at products like these without a fold."""
+    choice = choice or {"impl": "cublas"}
+    if choice["impl"] == "triton":
+        return gemm.gemm(x, weight_2FD, None, Tiling.of(choice), activation="geglu", fold=fold)
+    out = torch.empty(*x.shape[:-1], weight_2FD.shape[0] // 2, dtype=x.dtype, device=x.device)
+    geglu_into(_product(choice, x, weight_2FD), out, fold)
+    return out
+
+
+def _product(choice: Config, x: Tensor, weight: Tensor) -> Tensor:
+    if choice["impl"] == "lt":
+        return cublas_lt.matmul(x, weight, int(choice["algo"]), dtype=torch.float32)
+    return product_fp32(x, weight)
+
+
+def _rope_rule(x: Tensor, weight: Tensor, half: int) -> Config:
+    fits = gemm.on_hopper(x) and gemm.takes(x, weight) and half % 64 == 0
+    return Tiling(64, 64, 64, 5, 4, 8, 0).config if fits and x.shape[:2].numel() < FUSED_ROWS else {"impl": "cublas"}
+
+
+def _rope_candidates(key: Key) -> list[Config]:
+    half = key[4] // 2
+    cuts = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 32, 64, 3, 4), (128, 64, 64, 3, 4))
+    own = [Tiling(*cut, 8, 0).config for cut in cuts if half % cut[1] == 0]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(10), *own]
+
+
+def _geglu_candidates(key: Key) -> list[Config]:
+    cuts = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (64, 128, 64, 2, 4))
+    own = [*(Tiling(*cut, 8, 0) for cut in cuts), Tiling(128, 128, 64, 2, 8, 8, 1), Tiling(128, 64, 64, 4, 8, 8, 1)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(8), *(t.config for t in own)]
+
+
+def _fold(key: Key, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Fold]:
+    """Return scaled rows, a weight, and what is left of the norm, for robots of 50 tokens."""
+    rows, inner = key[:2]
+    tokens = 50 if rows % 50 == 0 else rows
+    x = torch.randn(rows // tokens, tokens, inner, device=device)
+    scaled, factor = folded_norm_reference(x, Modulation(torch.rand(1, inner, device=device), scale_only=True), 1e-6, dtype)
+    weight = torch.randn(columns, inner, dtype=dtype, device=device) * inner**-0.5
+    lines = torch.randint(11, (rows // tokens,), device=device)
+    return scaled, weight, Fold(factor, ShiftLines(torch.randn(11, columns, device=device), lines))
+
+
+def _rope_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    heads, kv_heads, head_dim = key[2:]
+    scaled, weight, fold = _fold(key, (heads + 2 * kv_heads) * head_dim, dtype, device)
+    batch, tokens = scaled.shape[:2]
+    positions = torch.arange(tokens, device=device).expand(batch, tokens) + 968
+    table = linear_rope.rotary_table(positions, head_dim, 1e4)
+    k, v = torch.zeros(2, batch, tokens, kv_heads, head_dim, dtype=dtype, device=device)
+    return scaled, weight, *table, k, v, torch.arange(batch, device=device), heads, fold
+
+
+def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return _fold(key, 2 * key[2], dtype, device)
+
+
+def _supports(
+    scaled_BTD: Tensor,
+    factor_BT: Tensor,
+    weight_CD: Tensor,
+    shift: ShiftLines | None,
+    table: tuple[Tensor, Tensor],
+    *arenas_and_slots: Tensor,
+    **_: int,
+) -> bool:
+    """The kernels take heads that lie side by side in one token, all in one dtype."""
+    arenas = arenas_and_slots[:2]
+    dense = all(a.stride(-1) == 1 and a.stride(-2) == a.shape[-1] and a.dtype == scaled_BTD.dtype for a in arenas)
+    return dense and scaled_BTD.is_contiguous() and all(a.is_contiguous() for a in table)
+
+
+folded_rope_write = FusedOp(folded_rope_write_reference, folded_rope_write_triton, _supports)
+folded_geglu = FusedOp(folded_geglu_reference, folded_geglu_triton)
+TUNABLES = (
+    Tunable("folded_rope_write", gemm.FIELDS, _rope_candidates, _rope_inputs, run_rope),
+    Tunable("folded_geglu", gemm.FIELDS, _geglu_candidates, _geglu_inputs, run_geglu),
+)
