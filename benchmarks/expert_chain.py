@@ -48,7 +48,7 @@ class Case:
         device = net.table.device
         self.prefix = prefix_of(net.config, 1, device, net.dtype)
         self.norms = net.norms_of(net.tabled(torch.tensor([step], device=device)))
-        self.weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in net.expert._layers()]
+        self.weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in net.expert.layers()]
         residual = torch.randn(1, tokens, net.config.expert.width, device=device)
         self.stream = open_stream.reference(residual, self.norms.lines(0), net.dtype)
 
@@ -68,7 +68,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 def check_launches(case: Case, layers: int = 2) -> Iterator[dict[str, Any]]:
     """Compare what each launch leaves with its reference, given what those before left."""
     net, norms, prefix = case.net, case.norms, case.prefix
-    blocks, dtype, stream = net.expert._layers(), net.dtype, case.stream
+    blocks, dtype, stream = net.expert.layers(), net.dtype, case.stream
     for launch in range(layers * LAUNCHES):
         layer, kind = divmod(launch, LAUNCHES)
         block, (first, second, third) = blocks[layer], (norms.lines(2 * layer + i) for i in range(3))

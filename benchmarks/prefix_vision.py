@@ -80,10 +80,10 @@ def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator
 def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     expert, rows = c.expert, batch * c.suffix_tokens
     packed = expert.heads * expert.head_dim
-    yield "linear_geglu", (rows, expert.width, expert.mlp), dtype
-    yield "linear_add_ada_rms_norm", (rows, expert.mlp, expert.width), dtype
-    yield "linear_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
-    yield "linear_add_ada_rms_norm", (rows, packed, expert.width), dtype
+    yield "folded_geglu", (rows, expert.width, expert.mlp), dtype
+    yield "linear_add_folded_norm", (rows, expert.mlp, expert.width), dtype
+    yield "folded_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
+    yield "linear_add_folded_norm", (rows, packed, expert.width), dtype
     heads = (expert.heads, expert.head_dim, expert.kv_heads)
     yield "suffix_attention", (batch, c.suffix_tokens, *heads, c.prefix_tokens, c.suffix_tokens), dtype
 

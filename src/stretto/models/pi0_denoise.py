@@ -110,7 +110,7 @@ class ChunkingDenoiseStage(DenoiseStage):
             weights_BH1, t_B11, strength_B11 = (v.clone() for v in self._guidance(rows))
             x = x_BHA.clone().requires_grad_()
             lines = None if condition.rows is None else condition.rows.clone()
-            velocity_BHA = self.velocity(rows, x, Condition(condition.table, lines))
+            velocity_BHA = self.velocity(rows, x, Condition(condition.table, lines, condition.shifts))
             chunk_BHA = x - t_B11 * velocity_BHA
             error_BHA = ((target_BHA - chunk_BHA) * weights_BH1).detach()
             (pulled_BHA,) = torch.autograd.grad(chunk_BHA, x, error_BHA)

@@ -1,14 +1,15 @@
 """The expert of pi0 and pi0.5: a Gemma transformer over suffix tokens that also reads the prefix's keys and values.
 
 Small batches run as five kernels a layer: the norm is folded into the product behind it, sum and gate into the one before.
-Large ones, and calls that need gradients, run as products with fused elementwise kernels between them.
+Large ones run as products with fused kernels between them, which round where those do, so that a robot's actions do not depend
+on its neighbours but for the order of sums. Calls at flow times that no table holds round ahead of their products.
 
 Shape legend: as in pi0_net.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -20,8 +21,11 @@ from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, chain_of, expert_layers
+from stretto.layers.kernels.fold import ShiftLines, folded_norm
+from stretto.layers.kernels.folded_linear import folded_geglu, folded_rope_write
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
+from stretto.layers.kernels.linear_folded_norm import linear_add_folded_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
 from stretto.layers.kernels.norm_linear import fits_few_rows, norm_qkv
 from stretto.layers.kernels.rope import rope
@@ -75,6 +79,8 @@ class ExpertNorms:
     lines: Callable[[int], Modulation]
     """Scale, shift and gate of each norm; the gate is that of what is added after it."""
     eps: float
+    shifts: Sequence[ShiftLines | None] | None = None
+    """What each norm's shift adds to the product behind it, of all norms but the last; None is nothing, or no table at all."""
 
     def add(self, index: int, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add y to the residual; return (norm `index` of the sum in y's dtype, the sum)."""
@@ -105,7 +111,9 @@ class Expert(nn.Module):
         """Return the normed last hidden states in fp32, [B, S, D]."""
         tokens = torch.arange(residual_BSD.shape[1], device=residual_BSD.device)
         positions_BS = prefix.suffix_start_B[:, None] + tokens
-        residual, blocks = residual_BSD, self._layers()
+        residual, blocks = residual_BSD, self.layers()
+        if norms.shifts is not None:
+            return self._folded(residual, norms, norms.shifts, prefix, positions_BS)
         x = ada_rms_norm(residual, norms.lines(0), norms.eps).to(self.dtype)
         table = rotary_table(positions_BS, blocks[0].dims.head_dim, blocks[0].theta)
         rows_B = torch.arange(residual_BSD.shape[0], device=residual_BSD.device)
@@ -117,17 +125,44 @@ class Expert(nn.Module):
             x, residual = norms.after(2 * i + 2, residual, hidden, block.down.weight, torch.float32 if last else self.dtype)
         return x
 
+    def _folded(
+        self,
+        residual: Tensor,
+        norms: ExpertNorms,
+        shifts: Sequence[ShiftLines | None],
+        prefix: PrefixKV,
+        positions_BS: Tensor,
+    ) -> Tensor:
+        """Run the layers with norms folded as `streamed` does, so that a row is rounded where it is when it is alone."""
+        blocks, eps, lines = self.layers(), norms.eps, norms.lines
+        (batch, tokens), dims = residual.shape[:2], blocks[0].dims
+        table = rotary_table(positions_BS, dims.head_dim, blocks[0].theta)
+        rows_B = torch.arange(batch, device=residual.device)
+        x, factor = folded_norm(residual, lines(0), eps, self.dtype)
+        for i, block in enumerate(blocks):
+            n = 2 * i
+            k, v = (x.new_empty(batch, tokens, dims.kv_heads, dims.head_dim) for _ in range(2))
+            q = folded_rope_write(x, factor, block.qkv.weight, shifts[n], table, k, v, rows_B, heads=block.heads)
+            y = prefix.attend(i, q, k, v, self.lead)
+            x, factor, residual = linear_add_folded_norm(y, block.out.weight, residual, lines(n), lines(n + 1), eps, self.dtype)
+            y, last = folded_geglu(x, factor, block.gate_up.weight, shifts[n + 1]), i == len(blocks) - 1
+            dtype = torch.float32 if last else self.dtype
+            x, factor, residual = linear_add_folded_norm(
+                y, block.down.weight, residual, lines(n + 1), lines(n + 2), eps, dtype, not last
+            )
+        return x
+
     def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
         """Run the same layers with norms folded into the products behind them, and sums into those before.
 
         The result's scaled rows are in fp32, for what comes after the last norm.
         """
         lines = [norms.lines(i) for i in range(2 * len(self.blocks) + 1)]
-        return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms))
+        return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms), norms.shifts)
 
     def streams(self, x_BSA: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> bool:
         """Tell whether `streamed` runs a call on these suffix tokens: few, or where it has launches that pay; no gradients."""
-        (batch, tokens), dims = x_BSA.shape[:2], self._layers()[0].dims
+        (batch, tokens), dims = x_BSA.shape[:2], self.layers()[0].dims
         few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
         if not runs or torch.is_grad_enabled():
@@ -136,10 +171,10 @@ class Expert(nn.Module):
         return few or chain_of(size, self.dtype, self._weights(), norms.lines(0), prefix, self._shape(norms))[0] is not None
 
     def _weights(self) -> list[Weights]:
-        return [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in self._layers()]
+        return [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in self.layers()]
 
     def _shape(self, norms: ExpertNorms) -> Shape:
-        return Shape(**self._layers()[0].rotary, eps=norms.eps, lead=self.lead)
+        return Shape(**self.layers()[0].rotary, eps=norms.eps, lead=self.lead)
 
-    def _layers(self) -> list[GemmaBlock]:
+    def layers(self) -> list[GemmaBlock]:
         return [b for b in self.blocks if isinstance(b, GemmaBlock)]

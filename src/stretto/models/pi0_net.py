@@ -20,6 +20,7 @@ from torch.nn.functional import embedding, linear, silu
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
+from stretto.layers.kernels.fold import ShiftLines, shifted_products
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_rms_norm import linear_add_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
@@ -40,6 +41,8 @@ class Condition:
 
     table: Tensor  # pi0.5 [..., N, 3 D]: scale, shift, gate of every norm; pi0 [..., D]: share of the time in the time MLP
     rows: Tensor | None = None
+    shifts: tuple[Tensor, ...] = ()
+    """pi0.5, beside a table: what its shifts add to the expert's two products behind norms, each fp32 [lines, layers, N]."""
 
 
 class KeepKV(Protocol):
@@ -144,6 +147,8 @@ class Pi0Net(nn.Module):
     """All weights of one policy, and the pure functions over them."""
 
     table: Tensor
+    qkv_shifts: Tensor
+    gate_up_shifts: Tensor
 
     def __init__(self, config: Pi0Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -161,16 +166,33 @@ class Pi0Net(nn.Module):
             self.norms = nn.ParameterList(torch.empty(width) for _ in range(norms))
         line = (norms, 3 * width) if config.family == "pi05" else (width,)
         self.register_buffer("table", torch.empty(config.denoise_steps + 1, *line), persistent=False)
+        if config.family == "pi05":
+            for name, columns in self._shifted():
+                shape = config.denoise_steps + 1, config.expert.depth, columns
+                self.register_buffer(name, torch.empty(shape, dtype=torch.float32), persistent=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Recompute the time table in place: one line a denoise step, and a last one for t=0 (actions already known).
 
-        So it does with what the image tower derives from its weights.
+        So it does with what its shifts add to products, and with what the image tower derives from its weights.
         """
         self.vision.refresh()
         times = [t for t, _ in euler_schedule(self.config.denoise_steps)]
         self.table.copy_(self.time(torch.tensor([*times, 0.0], device=self.table.device)).table)
+        if self.config.family == "pi05":
+            width = self.config.expert.width
+            for i, block in enumerate(self.expert.layers()):
+                for j, (table, weight) in enumerate(zip(self._shifts(), (block.qkv.weight, block.gate_up.weight), strict=True)):
+                    table[:, i] = shifted_products(self.table[:, 2 * i + j, width : 2 * width], weight)
+
+    def _shifted(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Name and columns of the products behind the norms of one layer of the expert."""
+        dims = self.config.expert
+        return ("qkv_shifts", (dims.heads + 2 * dims.kv_heads) * dims.head_dim), ("gate_up_shifts", 2 * dims.mlp)
+
+    def _shifts(self) -> tuple[Tensor, ...]:
+        return (self.qkv_shifts, self.gate_up_shifts) if self.config.family == "pi05" else ()
 
     def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (mask_BP, length_B int32, suffix_start_B int32) for prompts padded to `prompt` tokens."""
@@ -206,9 +228,14 @@ class Pi0Net(nn.Module):
     def norms_of(self, condition: Condition) -> ExpertNorms:
         """Return the norms of the expert at a flow time."""
         table, rows, eps = condition.table, condition.rows, self.config.norm_eps
-        if self.config.family == "pi05":
-            return ExpertNorms(lambda i: Modulation(table[..., i, :], rows), eps)
-        return ExpertNorms(lambda i: Modulation(self.norms[i][None], scale_only=True), eps)
+        depth, shifts = self.config.expert.depth, None
+        if self.config.family == "pi0":
+            none = None if rows is None else [None] * (2 * depth)
+            return ExpertNorms(lambda i: Modulation(self.norms[i][None], scale_only=True), eps, none)
+        if rows is not None and condition.shifts:
+            # Norm 2 i is ahead of layer i's queries, keys and values, norm 2 i + 1 ahead of its gate and up.
+            shifts = [ShiftLines(of[:, i], rows) for i in range(depth) for of in condition.shifts]
+        return ExpertNorms(lambda i: Modulation(table[..., i, :], rows), eps, shifts)
 
     def _suffix(self, x_BHA: Tensor, condition: Condition, state_BW: Tensor | None) -> Tensor:
         """Return the suffix tokens of pi0: the state, then actions mixed with flow time."""
@@ -233,7 +260,7 @@ class Pi0Net(nn.Module):
 
     def tabled(self, steps_B: Tensor) -> Condition:
         """Return the condition of each row's denoise step. A [B, H] index gives one a token; `denoise_steps` means t=0."""
-        return Condition(self.table, steps_B)
+        return Condition(self.table, steps_B, self._shifts())
 
     def train_forward(
         self,
