@@ -31,6 +31,7 @@ MARK = "op:"
 PRODUCTS = {
     *("dense", "linear_geglu", "linear_gelu", "linear_rope_write"),
     *("linear_add_layer_norm", "linear_add_rms_norm", "linear_add_ada_rms_norm"),
+    *("linear_add_folded_norm", "folded_geglu", "folded_rope_write"),
     *(
         "product",
         "norm_qkv",

@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto.layers.kernels.fp8_activation import fp8_chip
 from stretto.models import pi0
 from stretto.models.pi0_fp8 import Fp8Net, quantised
-from stretto.models.pi0_net import Pi0Net, PrefixArena
+from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena, PrefixKV
 
 
 def shallow() -> pi0.Pi0Model:
@@ -52,6 +52,33 @@ def test_a_robot_keeps_the_same_bits_of_its_prefix_alone_and_in_a_batch(fp8: boo
     assert alone.isfinite().all()
     for count in (4, 8, 32):
         assert torch.equal(keys_and_values(net, inputs, count, prompt)[:, :1], alone), f"{count} robots"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_robot_in_a_batch_is_nearer_to_itself_alone_than_layers_that_round_elsewhere(per_token: bool) -> None:
+    count, model = 8, shallow()
+    c, net = model.config, model.module
+    g = torch.Generator("cuda").manual_seed(0)
+    shape = (count, c.language.depth, c.prefix_tokens, c.language.kv_heads, c.language.head_dim)
+    k, v = (torch.randn(shape, generator=g, device="cuda", dtype=net.dtype) for _ in range(2))
+    x = torch.randn(count, c.action_horizon, c.action_dim, generator=g, device="cuda")
+    steps = torch.randint(c.denoise_steps + 1, (count, c.action_horizon) if per_token else (count,), generator=g, device="cuda")
+    mask = torch.ones(shape[0], c.prefix_tokens, dtype=torch.bool, device="cuda")
+    length = torch.full((count,), c.prefix_tokens, dtype=torch.int32, device="cuda")
+
+    def velocity(rows: slice, tabled: bool = True) -> Tensor:
+        slots = torch.arange(count, device="cuda")[rows]
+        prefix = PrefixKV(k, v, slots, mask[rows], length[rows], length[rows])
+        condition = net.tabled(steps[rows])
+        return net.velocity(x[rows], condition if tabled else Condition(condition.table[steps[rows]]), prefix)
+
+    with torch.inference_mode():
+        alone = torch.cat([velocity(slice(b, b + 1)) for b in range(count)])
+        batched, elsewhere = velocity(slice(count)), velocity(slice(count), tabled=False)
+    assert alone.isfinite().all()
+    near, far = ((y - alone).square().mean().sqrt().item() for y in (batched, elsewhere))
+    assert near < 0.8 * far, (near, far)
 
 
 def quantised_names(net: Pi0Net) -> list[str]:
