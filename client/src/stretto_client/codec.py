@@ -45,9 +45,9 @@ _LISTS, _MAPS = {0xDC: 2, 0xDD: 4}, {0xDE: 2, 0xDF: 4}
 class CodecError(ValueError):
     """Something cannot be written as, or read from, a message; `path` names the field."""
 
-    def __init__(self, path: str, text: str) -> None:
-        self.path = path
-        super().__init__(f"{path}: {text}")
+    def __init__(self, path: str, got: str, expected: str = "the openpi msgpack dialect") -> None:
+        self.path, self.got, self.expected = path, got, expected
+        super().__init__(f"{path}: got {got}, expected {expected}")
 
 
 def pack(obj: Any) -> bytes:
@@ -61,7 +61,7 @@ def pack(obj: Any) -> bytes:
     try:
         frame = bytes(msgpack.packb(obj, default=_encode))
     except (ValueError, TypeError, OverflowError) as e:
-        raise CodecError("message", f"cannot be packed ({e})") from e
+        raise CodecError("message", f"a value that cannot be packed ({e})") from e
     weigh(frame)
     return frame
 
@@ -77,7 +77,8 @@ def unpack(frame: bytes | bytearray | memoryview) -> Any:
     try:
         raw = msgpack.unpackb(frame, max_array_len=MAX_VALUES, max_map_len=MAX_VALUES)
     except (ValueError, TypeError, OverflowError, RecursionError) as e:
-        raise CodecError("message", f"{len(frame)} bytes that cannot be read as one msgpack message ({e})") from e
+        why = str(e) or type(e).__name__
+        raise CodecError("message", f"{len(frame)} bytes that cannot be read as one msgpack message ({why})") from e
     return _decode(raw, "", 0)
 
 
@@ -107,7 +108,7 @@ def weigh(frame: bytes | bytearray | memoryview, limit: int = MAX_VALUES) -> int
         expected += entries
         claimed += entries
         if claimed > limit:
-            raise CodecError("message", f"more than {limit} separate values; send images and vectors as arrays")
+            raise CodecError("message", f"more than {limit} separate values", "images and vectors as arrays")
     return claimed
 
 
@@ -116,25 +117,25 @@ def _check(obj: Any, path: str, depth: int) -> None:
         return
     if isinstance(obj, (np.ndarray, np.generic)):
         if isinstance(obj, np.ma.MaskedArray):
-            raise CodecError(path or "message", "a masked array would lose its mask; fill it first")
+            raise CodecError(path or "message", "a masked array", "one without a mask, which would be lost")
         if isinstance(obj, np.generic) and obj.dtype.kind in "mM":
-            raise CodecError(path or "message", f"a numpy scalar of {obj.dtype} has no place on the wire; send an integer")
+            raise CodecError(path or "message", f"a numpy scalar of {obj.dtype}", "an integer")
         if not _DTYPE.fullmatch(obj.dtype.str):
-            raise CodecError(path or "message", f"dtype {obj.dtype} is not bool, integer, real or text")
+            raise CodecError(path or "message", f"dtype {obj.dtype}", "a bool, integer, real or text dtype")
     elif isinstance(obj, (dict, list, tuple)):
         _check_depth(path, depth)
         if isinstance(obj, dict):
             for key, value in obj.items():
                 where = _key(path, key)
                 if _text(key) in _RESERVED:
-                    raise CodecError(where, "this key is reserved to mark arrays")
+                    raise CodecError(where, "a key that is reserved to mark arrays", "another key")
                 _check(value, where, depth + 1)
         else:
             for i, value in enumerate(obj):
                 if type(value) not in _PLAIN:
                     _check(value, f"{path}[{i}]", depth + 1)
     elif not isinstance(obj, (int, float, str, bytes, bytearray, memoryview)):
-        raise CodecError(path or "message", f"got {type(obj).__name__}, expected a dict, list, array or plain value")
+        raise CodecError(path or "message", type(obj).__name__, "a dict, list, array or plain value")
 
 
 def _encode(obj: Any) -> Any:
@@ -158,7 +159,7 @@ def _decode(obj: Any, path: str, depth: int) -> Any:
         if isinstance(nd, bool) and _get(obj, "type") is not None:
             return _foreign(obj, path or "message", is_array=nd)
         if _get(obj, "complex") is True and _get(obj, "data") is not None:
-            raise CodecError(path or "message", "complex numbers are refused")
+            raise CodecError(path or "message", "a complex number", "a real one")
         for key, value in obj.items():
             if type(value) not in _PLAIN:
                 obj[key] = _decode(value, _key(path, key), depth + 1)
@@ -169,33 +170,32 @@ def _decode(obj: Any, path: str, depth: int) -> Any:
             if type(value) not in _PLAIN:
                 obj[i] = _decode(value, f"{path}[{i}]", depth + 1)
         return obj
-    raise CodecError(path or "message", f"msgpack extension types are refused, got {type(obj).__name__}")
+    raise CodecError(path or "message", f"a msgpack extension type ({type(obj).__name__})")
 
 
 def _array(obj: Mapping[Any, Any], path: str, dtype_key: str) -> np.ndarray:
     data, shape = _get(obj, "data"), _get(obj, "shape")
     dtype = _dtype(_get(obj, dtype_key), path)
     if not isinstance(data, bytes):
-        raise CodecError(path, f"array data: got {type(data).__name__}, expected bytes")
+        raise CodecError(path, f"array data of type {type(data).__name__}", "bytes")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise CodecError(path, f"array shape: got {shape!r}, expected a list of integers >= 0")
-    if math.prod(shape) * dtype.itemsize != len(data):
-        raise CodecError(
-            path, f"{len(data)} bytes of data, but shape {shape} of {dtype} needs {math.prod(shape) * dtype.itemsize}"
-        )
+        raise CodecError(path, f"array shape {shape!r}", "a list of integers >= 0")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != len(data):
+        raise CodecError(path, f"{len(data)} bytes of array data", f"{needed} for shape {shape} of {dtype}")
     try:
         return np.ndarray(shape=tuple(shape), dtype=dtype, buffer=data)
     except (ValueError, OverflowError) as e:
-        raise CodecError(path, f"array of shape {shape}: {e}") from e
+        raise CodecError(path, f"an array of shape {shape} ({e})") from e
 
 
 def _scalar(obj: Mapping[Any, Any], path: str) -> Any:
     dtype, value = _dtype(_get(obj, "dtype"), path), _get(obj, "data")
     fits = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "S": (bytes,), "U": (str,)}.get(dtype.kind, ())
     if type(value) not in fits:
-        raise CodecError(path, f"scalar of {dtype}: got {type(value).__name__}")
+        raise CodecError(path, type(value).__name__, f"a scalar of {dtype}")
     if dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
-        raise CodecError(path, f"scalar of {dtype}: {value} is out of range")
+        raise CodecError(path, str(value), f"a scalar of {dtype}")
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return dtype.type(value)
@@ -205,7 +205,7 @@ def _scalar(obj: Mapping[Any, Any], path: str) -> Any:
 def _foreign(obj: Mapping[Any, Any], path: str, *, is_array: bool) -> Any:
     """Read a map of the msgpack-numpy package; its scalars are raw memory, its objects are pickles."""
     if _get(obj, "kind") not in (None, b"", ""):
-        raise CodecError(path, f"arrays of kind {_get(obj, 'kind')!r} (structured or pickled) are refused")
+        raise CodecError(path, f"an array of kind {_get(obj, 'kind')!r}", "one that is neither structured nor pickled")
     if is_array:
         return _array(obj, path, "type")
     return _array({"data": _get(obj, "data"), "type": _get(obj, "type"), "shape": []}, path, "type")[()]
@@ -214,16 +214,16 @@ def _foreign(obj: Mapping[Any, Any], path: str, *, is_array: bool) -> Any:
 def _dtype(name: Any, path: str) -> np.dtype[Any]:
     text = _text(name)
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
-        raise CodecError(path, f"dtype: got {name!r}, expected a bool, integer, real or text dtype such as '<f4'")
+        raise CodecError(path, f"dtype {name!r}", "a bool, integer, real or text dtype such as '<f4'")
     try:
         return np.dtype(text)
     except (TypeError, ValueError) as e:
-        raise CodecError(path, f"dtype {text!r} is not known here ({e})") from e
+        raise CodecError(path, f"dtype {text!r}, which is not known here ({e})") from e
 
 
 def _check_depth(path: str, depth: int) -> None:
     if depth >= MAX_DEPTH:
-        raise CodecError(path or "message", f"nested deeper than {MAX_DEPTH} levels")
+        raise CodecError(path or "message", "a value nested deeper", f"at most {MAX_DEPTH} levels")
 
 
 def _get(obj: Mapping[Any, Any], key: str) -> Any:
@@ -240,5 +240,5 @@ def _text(value: Any) -> Any:
 
 def _key(path: str, key: Any) -> str:
     if not isinstance(key, (str, bytes)):
-        raise CodecError(path or "message", f"map key {key!r} is {type(key).__name__}, expected text or bytes")
+        raise CodecError(path or "message", f"map key {key!r} of type {type(key).__name__}", "text or bytes")
     return f"{path}.{_text(key)}" if path else str(_text(key))

@@ -62,7 +62,7 @@ def read_request(exchange: Exchange, offer: Offer) -> tuple[dict[str, Any], Requ
     try:
         observation = unpack(exchange.payload)
     except CodecError as e:
-        raise MessageError(e.path, got=str(e).removeprefix(f"{e.path}: "), expected="the openpi msgpack dialect") from e
+        raise MessageError(e.path, got=e.got, expected=e.expected) from e
     if not isinstance(observation, dict):
         raise MessageError("message", got=type(observation).__name__, expected="a map of observation key -> value")
     strange = [key for key in observation if not isinstance(key, str)]

@@ -219,7 +219,7 @@ def _decoded(frame: bytes | None) -> dict[str, Any]:
     try:
         message = unpack(frame)
     except CodecError as e:
-        raise WorldMessageError(e.path, got=str(e), expected="a msgpack map") from e
+        raise WorldMessageError(e.path, got=e.got, expected=e.expected) from e
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
         raise WorldMessageError("message", got=type(message).__name__, expected="a map with text keys")
     return dict(message)
