@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 import urllib.error
@@ -95,7 +96,9 @@ def test_the_default_address_is_loopback_and_the_option_is_honoured() -> None:
 
 
 @pytest.mark.parametrize(("headers", "got"), [({}, "nothing"), ({"Authorization": "Api-Key wrong"}, "another value")])
-def test_a_client_without_the_key_is_refused_at_the_handshake(headers: dict[str, str], got: str) -> None:
+def test_a_client_without_the_key_is_refused_at_the_handshake(
+    headers: dict[str, str], got: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with ServerThread(small(), ServerOptions(port=0, api_key="k")) as server:
         with pytest.raises(InvalidStatus) as caught, connect(server.url, additional_headers=headers):
             pass
@@ -103,6 +106,9 @@ def test_a_client_without_the_key_is_refused_at_the_handshake(headers: dict[str,
         assert f"authorization: got {got}" in bytes(caught.value.response.body or b"").decode()
         with connect(server.url, additional_headers={"Authorization": "Api-Key k"}) as ws:
             assert "stretto" in unpack(ws.recv(timeout=5))
+    loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(loud) == 1, loud
+    assert f"was refused: authorization: got {got}" in loud[0]
 
 
 def test_a_web_page_may_not_connect_unless_allowed() -> None:

@@ -155,6 +155,8 @@ class PolicyServer:
         if refusal is not None:
             status, text = refusal
             self.metrics.error(f"http_{status}")
+            peer = f"{socket.client.host}:{socket.client.port}" if socket.client else "a client"
+            log.warning("%s was refused: %s", peer, text)
             await socket.send_denial_response(PlainTextResponse(text + "\n", status))
             return
         guest = make()

@@ -113,6 +113,8 @@ class PoliteSocket(WebSocketsSansIOProtocol):
         if self._refused:
             raise ClientDisconnected()
         await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # refused, which is an answer too; uvicorn would log a fault of the app
 
 
 class _Uvicorn(uvicorn.Server):
