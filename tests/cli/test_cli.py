@@ -15,7 +15,7 @@ from stretto.cli import VERBS, main
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "stretto.cli", *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "stretto", *args], capture_output=True, text=True, timeout=120)
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:

@@ -50,7 +50,7 @@ def test_a_policy_that_cannot_see_does_not_solve_them(policy: Policy) -> None:
 
 
 def test_eval_prints_the_result_and_nothing_else_on_standard_output() -> None:
-    command = [sys.executable, "-m", "stretto.cli", "eval", "zero", "--task", "drawer-open", "--episodes", "1", "--json"]
+    command = [sys.executable, "-m", "stretto", "eval", "zero", "--task", "drawer-open", "--episodes", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     result = json.loads(done.stdout)
     assert list(result)[:4] == ["success_rate", "interval", "episodes", "tasks"]
@@ -59,7 +59,7 @@ def test_eval_prints_the_result_and_nothing_else_on_standard_output() -> None:
 
 
 def test_an_unknown_task_lists_the_known_ones() -> None:
-    command = [sys.executable, "-m", "stretto.cli", "eval", "zero", "--task", "juggle"]
+    command = [sys.executable, "-m", "stretto", "eval", "zero", "--task", "juggle"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "juggle" in done.stderr
@@ -67,7 +67,7 @@ def test_an_unknown_task_lists_the_known_ones() -> None:
 
 
 def test_the_demo_leaves_a_film_and_a_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto.cli", "demo", "--out", str(tmp_path), "--task", "button-press-topdown"]
+    command = [sys.executable, "-m", "stretto", "demo", "--out", str(tmp_path), "--task", "button-press-topdown"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "robots.gif").stat().st_size > 10_000
@@ -75,7 +75,7 @@ def test_the_demo_leaves_a_film_and_a_page(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_demo_and_leaves_nothing_running(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto.cli", "demo", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "stretto", "demo", "--out", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as demo:
         assert demo.stdout is not None
         while "robots connect" not in (line := demo.stdout.readline()):
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing_running(tmp_path: Path) -> None
 
 
 def test_a_demo_that_cannot_simulate_says_so_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto.cli", "demo", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "stretto", "demo", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "MUJOCO_GL": "bogus"})
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: MUJOCO_GL: got 'bogus'")

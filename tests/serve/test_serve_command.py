@@ -54,7 +54,7 @@ class Command:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         quick = ("--port", "0", "--device", "cpu", "--denoise-steps", "2")
-        command = [sys.executable, "-m", "stretto.cli", "serve", str(folder), *quick, *flags]
+        command = [sys.executable, "-m", "stretto", "serve", str(folder), *quick, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -188,7 +188,7 @@ def test_a_terminated_server_leaves_its_traces_whole(start: Start, tmp_path: Pat
 
 def test_a_trace_without_a_control_rate_is_refused_before_anything_is_served(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "libero", **ROBOTS["libero"])
-    command = [sys.executable, "-m", "stretto.cli", "serve", str(folder), "--preset", "libero", "--port", "0"]
+    command = [sys.executable, "-m", "stretto", "serve", str(folder), "--preset", "libero", "--port", "0"]
     done = subprocess.run([*command, "--device", "cpu", "--trace", str(tmp_path / "t.jsonl")], capture_output=True, text=True)
     assert done.returncode == 2
     assert "control_hz" in done.stderr

@@ -1,4 +1,4 @@
-"""`python -m stretto.cli` is `stretto`."""
+"""`python -m stretto` is `stretto`."""
 
 import sys
 
