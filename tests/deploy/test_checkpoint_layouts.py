@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from stretto.core.errors import CheckpointError
+from stretto.core.errors import CheckpointError, ConfigError
 from stretto.core.policy import RequestOptions
 from stretto.deploy.checkpoint import read_network
+from stretto.deploy.describe import describe
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.models.pi0 import build
 from stretto.models.pi0_config import Pi0Config
+from stretto.processors.openpi import read_network_table
 from stretto.processors.spec import read_json
 from stretto.runtime.weights import save_weights, tensor_shapes
 
@@ -30,8 +33,6 @@ def layouts(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     lerobot, openpi = root / "lerobot", root / "openpi"
     shutil.copytree(tiny_checkpoint, lerobot)
     config = read_json(lerobot / "config.json")
-    # An export does not say how many heads its image tower has, so it has as many as the published one.
-    config["stretto"]["vision"]["heads"] = 16
     for camera in [name for name in config["input_features"] if "right_wrist" in name]:
         del config["input_features"][camera]
     config["empty_cameras"] = 1
@@ -44,7 +45,9 @@ def layouts(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     shutil.copy(lerobot / "model.safetensors", openpi)
     shutil.copy(lerobot / "tokenizer.json", openpi)
     (assets / "norm_stats.json").write_text(json.dumps({"norm_stats": _statistics(lerobot)}))
-    (openpi / "stretto.json").write_text(json.dumps({"processor": {"discrete_state": True}}))
+    heads = config["stretto"]["vision"]["heads"]
+    said = {"processor": {"discrete_state": True}, "network": {"vision_heads": heads}}
+    (openpi / "stretto.json").write_text(json.dumps(said))
     return lerobot, openpi
 
 
@@ -79,7 +82,8 @@ def test_an_openpi_export_tells_its_network_by_its_tensors_and_gives_the_same_ac
 def test_an_export_that_claims_another_family_is_refused(layouts: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     shutil.copytree(layouts[1], folder)
-    (folder / "stretto.json").write_text(json.dumps({"processor": {"family": "pi0", "action_horizon": 10}}))
+    said = read_json(folder / "stretto.json") | {"processor": {"family": "pi0", "action_horizon": 10}}
+    (folder / "stretto.json").write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match="family: network pi05, processor pi0"):
         load_policy(folder, PolicyOptions(**QUICK))  # type: ignore[arg-type]
 
@@ -94,4 +98,39 @@ def test_a_network_is_read_without_statistics_or_a_tokenizer(layouts: tuple[Path
     (folder / "config.json").write_text(json.dumps({"action_horizon": 10}))
     (folder / "assets").mkdir()
     shutil.copy(openpi / "model.safetensors", folder)
-    assert read_network(folder) == Pi0Config.from_openpi(tensor_shapes(folder), action_horizon=10)
+    with pytest.raises(ConfigError, match=r"vision_heads: got none for an image tower \d+ wide"):
+        read_network(folder)
+    shutil.copy(openpi / "stretto.json", folder)
+    expected = Pi0Config.from_openpi(tensor_shapes(folder), vision_heads=expected.vision.heads, action_horizon=10)
+    assert read_network(folder) == expected
+
+
+@pytest.mark.parametrize("said", [{"vision_heads": 0}, {"vision_heads": "4"}, {"heads": 4}, [4]])
+def test_what_is_said_of_the_network_is_checked_by_name(said: object, tmp_path: Path) -> None:
+    (tmp_path / "stretto.json").write_text(json.dumps({"network": said}))
+    with pytest.raises(CheckpointError, match="vision_heads"):
+        read_network_table(tmp_path)
+
+
+def load(folder: Path) -> Policy:
+    return load_policy(folder, PolicyOptions(**QUICK))  # type: ignore[arg-type]
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    return describe(folder, dtype="float32", preset="libero", tokenizer=None, degenerate="hold")
+
+
+@pytest.mark.parametrize("reads", [load, inspect])
+def test_inspecting_finds_the_tensors_that_loading_would_refuse(
+    reads: Callable[[Path], object], layouts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(layouts[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("action_in_proj.weight"))
+    spoilt = {name: tensors[name][:-1].copy(), "another.weight": np.zeros(1, np.float32)}
+    save_file(tensors | spoilt, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 problem\(s\)") as caught:
+        reads(folder)
+    assert name in str(caught.value)
+    assert "another.weight" in str(caught.value)

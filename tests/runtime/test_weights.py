@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +184,7 @@ def test_a_truncated_file_is_named(model: Pi0Model, tensors: dict[str, Tensor], 
     file.write_bytes(data[:keep])
     text = refused(model, tmp_path)
     assert "model.safetensors: damaged or cut short" in text
+    assert "1 problem(s)" in text, "what a file that nobody can read lacks is not known"
 
 
 def test_an_absent_shard_and_a_shard_without_its_tensor_are_named(
@@ -197,6 +199,8 @@ def test_an_absent_shard_and_a_shard_without_its_tensor_are_named(
     text = refused(model, tmp_path)
     assert f"{gone}: {INDEX} puts it in part-0.safetensors" in text
     assert "part-1.safetensors: the file is not there" in text
+    assert "2 problem(s)" in text
+    assert re.search(rf"{INDEX} puts (\S+, ){{3}}and \d+ more there", text)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../x.safetensors"}}'])

@@ -12,7 +12,7 @@ import torch
 from stretto.core.errors import CheckpointError, ConfigError
 from stretto.models.pi0 import Pi0Model, build
 from stretto.models.pi0_config import Pi0Config
-from stretto.processors.openpi import OpenpiOptions, read_manifest
+from stretto.processors.openpi import OpenpiOptions, read_manifest, read_network_table
 from stretto.processors.policy import PolicyProcessor, Preset
 from stretto.processors.spec import positive, read_json
 from stretto.processors.stats import Degenerate
@@ -114,7 +114,7 @@ def open_checkpoint(
         config = Pi0Config.from_lerobot({**raw, **steps})
         trained_delay = _trained_delay(raw, config)
     else:
-        network, said = Pi0Config.from_openpi(tensor_shapes(path)), read_manifest(path)
+        network, said = Pi0Config.from_openpi(tensor_shapes(path), **read_network_table(path)), read_manifest(path)
         processor = PolicyProcessor.from_openpi(
             path,
             family=said.get("family", network.family),
@@ -149,8 +149,8 @@ def read_network(name: str | Path) -> Pi0Config:
     said = {**raw, **read_manifest(path)}
     if "action_horizon" not in said:
         raise ConfigError("action_horizon", got=f"none in {path}", expected="one in config.json or stretto.json")
-    limit = {"tokenizer_max_length": said["token_limit"]} if "token_limit" in said else {}
-    return Pi0Config.from_openpi(tensor_shapes(path), action_horizon=positive(path, said, "action_horizon"), **limit)
+    told = read_network_table(path) | ({"tokenizer_max_length": said["token_limit"]} if "token_limit" in said else {})
+    return Pi0Config.from_openpi(tensor_shapes(path), action_horizon=positive(path, said, "action_horizon"), **told)
 
 
 def load_checkpoint(opened: Opened, *, device: torch.device, dtype: str, rtc: Sequence[str] | None = None) -> Loaded:

@@ -12,7 +12,7 @@ from stretto.models.pi0 import Pi0Model, build
 from stretto.processors.spec import ProcessorSpec
 from stretto.processors.stats import Degenerate
 from stretto.processors.transforms import Normalize
-from stretto.runtime.weights import tensor_shapes
+from stretto.runtime.weights import check_weights
 
 BATCHES = (1, 4, 8, 32)
 
@@ -23,13 +23,13 @@ def describe(
     """Return everything a user needs to know before serving a checkpoint, as plain JSON values.
 
     Raises:
-        CheckpointError: if a file is missing, damaged or does not fit; the statistics are checked too.
+        CheckpointError: if a file, a statistic or a tensor is missing, damaged or does not fit, as when it is loaded.
     """
     opened = open_checkpoint(name, preset=preset, tokenizer=tokenizer, degenerate=degenerate)
     processor, config, path = opened.processor, opened.config, opened.path
     spec = processor.spec
     model = build(config, device="meta", dtype=dtype)
-    shapes = tensor_shapes(path)
+    shapes = check_weights(model, path)
     known = set(model.weight_map().views)
     parameters = sum(p.numel() for p in model.module.parameters())
     return {

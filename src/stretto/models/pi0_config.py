@@ -151,15 +151,16 @@ class Pi0Config:
         )
 
     @staticmethod
-    def from_openpi(shapes: Mapping[str, tuple[int, ...]], **changes: Any) -> Pi0Config:
+    def from_openpi(shapes: Mapping[str, tuple[int, ...]], *, vision_heads: int | None = None, **changes: Any) -> Pi0Config:
         """Read the dimensions of an openpi export, which has no description beside its tensors, from their shapes.
 
         Args:
             shapes: tensor name -> shape, as the checkpoint's headers declare them.
+            vision_heads: attention heads of the image tower, which no shape tells; may be left out at the published width.
             changes: fields that shapes do not tell (action_horizon, cameras, denoise_steps, ...).
 
         Raises:
-            ConfigError: if the tensors are neither pi0 nor pi0.5, or a needed one is absent.
+            ConfigError: if the tensors are neither pi0 nor pi0.5, or a needed one is absent, or the heads are not known.
         """
         family = family_of(shapes)
         expert_width, action_dim = _shape(shapes, "action_in_proj.weight", 2)
@@ -173,6 +174,7 @@ class Pi0Config:
             patch=patch,
             depth=_depth(shapes, "vision_model.encoder.layers."),
             mlp=_shape(shapes, "vision_model.encoder.layers.0.mlp.fc1.weight", 2)[0],
+            heads=_vision_heads(width, vision_heads),
         )
         config = Pi0Config(
             family=family,
@@ -277,6 +279,18 @@ def _depth(shapes: Mapping[str, tuple[int, ...]], part: str) -> int:
     if not found:
         raise ConfigError(part, got="no such tensor", expected="numbered layers")
     return max(found) + 1
+
+
+def _vision_heads(width: int, said: int | None) -> int:
+    published = VisionDims()
+    if said is None and width != published.width:
+        raise ConfigError(
+            "vision_heads",
+            got=f"none for an image tower {width} wide",
+            expected="a number of heads",
+            hint='No tensor tells it: say {"network": {"vision_heads": n}} in the checkpoint\'s stretto.json.',
+        )
+    return published.heads if said is None else said
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:

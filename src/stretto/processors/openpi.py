@@ -119,6 +119,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return table
 
 
+def read_network_table(folder: Path) -> dict[str, int]:
+    """Return the `network` table of `stretto.json`: what shapes of tensors do not tell. It may be empty.
+
+    Raises:
+        CheckpointError: if it has keys that are not known, or values that are no positive numbers.
+    """
+    path = folder / MANIFEST
+    said = read_json(path).get("network", {}) if path.is_file() else {}
+    if not isinstance(said, dict) or said.keys() - {"vision_heads"}:
+        raise CheckpointError(f"{path}: network: got {said!r}, expected an object with the key 'vision_heads'")
+    return {name: positive(path, said, name) for name in said}
+
+
 def _check_option(path: Path, name: str, value: object) -> None:
     kinds: dict[str, type] = {"discrete_state": bool, "aloha_joints": bool, "asset_id": str, "relative": list}
     kind = kinds.get(name, int)

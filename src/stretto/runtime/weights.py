@@ -67,9 +67,17 @@ class Problems:
     def __init__(self, source: str) -> None:
         self.source = source
         self.lines: list[str] = []
+        self.unread = False
+        """A file could not be read, so that nobody knows which tensors are missing."""
 
     def add(self, line: str) -> None:
         self.lines.append(line)
+
+    def cannot_read(self, line: str, wanted: Iterable[str]) -> None:
+        names = sorted(wanted)
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        self.add(line + (f"; {INDEX} puts {', '.join(names[:3])}{more} there" if names else ""))
+        self.unread = True
 
     def raise_if_any(self) -> None:
         if not self.lines:
@@ -93,11 +101,25 @@ def load_weights(model: Weighted, path: str | Path) -> LoadReport:
     problems = Problems(str(path))
     with ExitStack() as stack:
         files, stored = _read_headers(path, problems, stack)
-        chosen, unused = _match(weight_map, stored, problems, complete=True)
+        chosen, unused = _match(weight_map, stored, problems, complete=not problems.unread)
         problems.raise_if_any()
         report = _copy(weight_map, ((name, s, files[s.where].get_tensor(s.name)) for name, s in chosen.items()))
     model.refresh()
     return LoadReport(tuple(files), report.tensors, report.bytes, report.casts, unused)
+
+
+def check_weights(model: Weighted, path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes that a checkpoint declares, if `load_weights` would take it. Reads only headers.
+
+    Raises:
+        CheckpointError: as `load_weights`, which alone finds what is wrong with the values.
+    """
+    problems = Problems(str(path))
+    with ExitStack() as stack:
+        _, stored = _read_headers(Path(path), problems, stack)
+    _match(model.weight_map(), stored, problems, complete=not problems.unread)
+    problems.raise_if_any()
+    return {s.name: s.shape for s in stored}
 
 
 def update_weights(model: Weighted, tensors: Iterable[tuple[str, Tensor]], *, complete: bool = False) -> LoadReport:
@@ -177,10 +199,10 @@ def _read_headers(path: Path, problems: Problems, stack: ExitStack) -> tuple[dic
         try:
             handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except FileNotFoundError:
-            problems.add(f"{file.name}: the file is not there" + (f", {INDEX} names it" if wanted else ""))
+            problems.cannot_read(f"{file.name}: the file is not there", wanted or ())
             continue
         except (SafetensorError, OSError) as e:
-            problems.add(f"{file.name}: damaged or cut short ({e})")
+            problems.cannot_read(f"{file.name}: damaged or cut short ({e})", wanted or ())
             continue
         files[str(file)] = handle
         present = set(handle.keys())
@@ -210,7 +232,7 @@ def _files(path: Path, problems: Problems) -> dict[Path, set[str] | None]:
             assert names is not None
             names.add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        problems.add(f"{INDEX}: not an index with a `weight_map` of names to files ({e})")
+        problems.cannot_read(f"{INDEX}: not an index with a `weight_map` of names to files ({e})", ())
         return {}
     return files
 
