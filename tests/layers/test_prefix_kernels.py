@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
 from stretto.layers.kernels import hopper_attention as hopper
+from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.fp8_activation import to_fp8
@@ -117,8 +118,8 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("cut", [(64, 2), (32, 3)])
-def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize("cut", [(64, 2), (32, 3), (64, 3, 1, 1)])
+def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, ...]) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
     if not hopper.takes(q, k, v):
         pytest.skip("needs Hopper and Triton's Gluon")
@@ -132,6 +133,34 @@ def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, 
     assert torch.equal(coded.float(), to_fp8(got, multiplier).float())
     mask[1] = False
     assert not hopper.hopper_attention(q, k, v, slots, mask, hopper.Tiling(*cut))[1].any()
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+def test_groups_of_an_attention_program_decide_no_bit() -> None:
+    q, k, v = normal(2, 70, 8, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
+    if not hopper.takes(q, k, v):
+        pytest.skip("needs Hopper and Triton's Gluon")
+    slots, mask = torch.tensor([2, 1], device=DEVICE), torch.ones(2, 150, dtype=torch.bool, device=DEVICE)
+    one, two = (
+        hopper.hopper_attention(q, k, v, slots, mask, cut) for cut in (hopper.Tiling(64, 3, 1, 1), hopper.Tiling(64, 2))
+    )
+    assert torch.equal(one, two)
+
+
+@kernel_test
+@pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
+@pytest.mark.parametrize(("tokens", "size"), [(256, 72), (70, 72), (130, 104), (16, 128)])
+def test_attention_to_few_keys_in_one_pass(tokens: int, size: int) -> None:
+    q, k, v = normal(3, tokens, 3 * 4 * size).view(3, tokens, 3, 4, size).unbind(2)
+    if not short.takes(q, k, v):
+        pytest.skip("needs Hopper and Triton's Gluon")
+    got, multiplier = short.short_attention(q, k, v), torch.full((1,), 40.0, device=DEVICE)
+    agree(got, attention.reference(q, k, v))
+    assert torch.equal(got, short.short_attention(q, k, v))
+    assert torch.equal(got[1:2], short.short_attention(q[1:2], k[1:2], v[1:2]))
+    coded = short.short_attention(q, k, v, multiplier=multiplier)
+    assert torch.equal(coded.float(), to_fp8(got, multiplier).float())
 
 
 @kernel_test

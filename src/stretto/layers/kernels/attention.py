@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels import hopper_attention as hopper
+from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.language import cdiv, multiprocessors
 from stretto.layers.kernels.split_attention import FIELDS, Keys, Tiling, choose_tiling, fits, split_attention
@@ -129,6 +130,10 @@ def run_attention(
         return _cudnn(q_BTHd, k_BNKd, v_BNKd, mask_BN, scale)
     if impl == "tma" and choice is not None:
         return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), mask_BN=mask_BN, scale=scale)
+    if impl == "short":
+        if mask_BN is None and short.takes(q_BTHd, k_BNKd, v_BNKd):
+            return short.short_attention(q_BTHd, k_BNKd, v_BNKd, scale=scale)
+        return run_attention(None, q_BTHd, k_BNKd, v_BNKd, mask_BN, scale)
     return split_attention(q_BTHd, Keys(k_BNKd, v_BNKd, mask_BP=mask_BN), scale)
 
 
@@ -277,11 +282,15 @@ def _tilings(head_dim: int) -> list[Config]:
 
 
 def _candidates(key: Key) -> list[Config]:
-    return [*({"impl": name} for name in (RULE[bool(key[6])], "cudnn")), *_tilings(key[5])]
+    _, _, keys, heads, kv_heads, head_dim, masked = key
+    named = [RULE[bool(masked)], "cudnn"]
+    if heads == kv_heads and not masked and keys <= short.MOST_KEYS and short.WIDE < head_dim <= short.MOST_HEAD:
+        named.append("short")
+    return [*({"impl": name} for name in named), *_tilings(head_dim)]
 
 
 def _prefix_candidates(key: Key) -> list[Config]:
-    cuts = ((64, 2), (32, 3), (64, 2, 2)) if key[0] < 2 else ((64, 2), (32, 3))
+    cuts = ((64, 3, 1, 1), (64, 2)) if key[0] < 2 else ((64, 2),)
     return [*(hopper.Tiling(*cut).config for cut in cuts), *_candidates(key)]
 
 
@@ -331,9 +340,11 @@ class PrefixKV(NamedTuple):
         ).flatten(2)
 
 
-_FIELDS = {"impl": ("sdpa", "cudnn", "split", "tma", "hopper"), **tma.FIELDS, "splits": (1, 2)}
+_FIELDS = {"impl": ("sdpa", "cudnn", "short", "split", "tma", "hopper"), **tma.FIELDS, "splits": (1, 2), "groups": (1, 2)}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
     Tunable("prefix_attention", _FIELDS, _prefix_candidates, _arena_inputs, run_prefix_attention),
-    Tunable("suffix_attention", {**FIELDS, "impl": ("hopper",)}, _suffix_candidates, _suffix_inputs, _run_suffix),
+    Tunable(
+        "suffix_attention", {**FIELDS, "impl": ("hopper",), "groups": (1, 2)}, _suffix_candidates, _suffix_inputs, _run_suffix
+    ),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import hopper_attention as hopper
+from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.attention import (
     attention,
@@ -38,6 +39,8 @@ def attention_fp8_triton(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, multipl
     choice = chosen("attention", q_BTHd, k_BNKd, v_BNKd, None)
     if choice is not None and choice["impl"] == "tma" and _describable(q_BTHd):
         return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), multiplier=multiplier)
+    if choice is not None and choice["impl"] == "short" and short.takes(q_BTHd, k_BNKd, v_BNKd):
+        return short.short_attention(q_BTHd, k_BNKd, v_BNKd, multiplier=multiplier)
     return _coded(attention(q_BTHd, k_BNKd, v_BNKd), multiplier)
 
 

@@ -1,7 +1,7 @@
 """Attention to the keys of a slot for Hopper, with the products and the softmax side by side.
 
 Two groups of four warps have 64 packed query rows each (hopper_parts.py says how they work); while one is at its softmax, the
-other fills the tensor cores.
+other fills the tensor cores. Where rows are too few for that, a program has one group: twice as many programs.
 
 Keys are those of a slot of an arena, then fresh ones of a suffix if there are any. Split ones are joined in their order.
 
@@ -29,15 +29,16 @@ HEAD_DIMS = (128, 256)
 
 
 class Tiling(NamedTuple):
-    """How one call is cut: keys a block, blocks in flight, splits of the keys."""
+    """How one call is cut: keys a block, blocks in flight, splits of the keys, groups of a program."""
 
     block_n: int
     stages: int
     splits: int = 1
+    groups: int = 2
 
     @staticmethod
     def of(config: Config) -> Tiling:
-        return Tiling(int(config["block_n"]), int(config["stages"]), int(config.get("splits", 1)))
+        return Tiling(int(config["block_n"]), int(config["stages"]), int(config.get("splits", 1)), int(config.get("groups", 2)))
 
     @property
     def config(self) -> Config:
@@ -72,25 +73,19 @@ def _bring_block(
 
 @jit
 def _bring(
-    q_desc: gl.tensor,
-    k_desc: gl.tensor,
-    v_desc: gl.tensor,
-    k_fresh: gl.tensor,
-    v_fresh: gl.tensor,
+    tensors: gl.tensor,
     pipe: gl.tensor,
-    q_line: gl.tensor,
-    slot: gl.tensor,
-    b: gl.tensor,
-    first: gl.tensor,
-    count: gl.tensor,
-    arena_blocks: gl.tensor,
+    where: gl.tensor,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SUFFIX: gl.constexpr,
+    GROUPS: gl.constexpr,
 ) -> None:
     """Bring queries once, and blocks of keys and values in their order."""
+    q_desc, k_desc, v_desc, k_fresh, v_fresh = tensors
+    q_line, slot, b, first, count, arena_blocks = where
     _, k_buf, v_buf, _, k_full, k_free, v_full, v_free = pipe
-    hopper_parts.bring_queries(q_desc, pipe, q_line, 0)
+    hopper_parts.bring_queries(q_desc, pipe, q_line, 0, GROUPS)
     for i in range(count):
         stage, turn = i % STAGES, i // STAGES
         at, fresh_at = (first + i) * KEYS, (first + i - arena_blocks) * KEYS
@@ -140,11 +135,7 @@ def _store(
         # A row without any valid key gives zeros.
         acc = hopper_parts.scaled_rows(acc, 1.0 / gl.where(total > 0.0, total, 1.0))
     if CODED:
-        # Rounded as a tensor in between would be, so that the code is the same.
-        acc = acc.to(dtype).to(gl.float32) * gl.load(multiplier)
-        # Two selects instead of min and max, which would lose a NaN.
-        acc = gl.where(acc > 448.0, 448.0, acc)
-        acc = gl.where(acc < -448.0, -448.0, acc)
+        acc = hopper_parts.coded(acc, dtype, multiplier)
     hopper_parts.store_rows(out, acc, row, rows, acc.shape[1])
     if SPLIT:
         _store_parts(tops, totals, top, total, row, rows)
@@ -209,10 +200,11 @@ def _hopper_attention_kernel(
     SUFFIX: gl.constexpr,
     BOUNDED: gl.constexpr,
     SPLITS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ) -> None:
     SPLIT: gl.constexpr = SPLITS > 1
     # Tiles of queries come first in the grid, so that those that run at once read the same keys.
-    row, split, b = gl.program_id(0) * (2 * QUERIES), gl.program_id(1), gl.program_id(2)
+    row, split, b = gl.program_id(0) * (GROUPS * QUERIES), gl.program_id(1), gl.program_id(2)
     slot = gl.load(slots + b).to(gl.int32)
     bound = arena_tokens
     if BOUNDED:
@@ -225,38 +217,36 @@ def _hopper_attention_kernel(
     first = split * each
     count = gl.maximum(gl.minimum(each, blocks - first), 0)
 
-    pipe = hopper_parts.allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES)
-    hopper_parts.start_barriers(pipe, None, STAGES)
+    pipe = hopper_parts.allocate(q_desc, k_desc, v_desc, HEAD_DIM, QUERIES, KEYS, STAGES, GROUPS)
+    hopper_parts.start_barriers(pipe, None, STAGES, GROUPS)
 
     start = ((b * SPLITS + split) * rows).to(gl.int64)
     mine, my_tops, my_totals = out + start * HEAD_DIM, tops + start, totals + start
     line = mask + b.to(gl.int64) * mask_b
-    gl.warp_specialize(
-        [
-            (_group, (
-                hopper_parts.group_pipe(pipe, 0),
-                (
-                    mine, my_tops, my_totals, line, multiplier, row, rows,
-                    first, count, arena_blocks, bound, suffix_tokens, scale,
-                ),
-                HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT,
-            )),
-            (_group, (
-                hopper_parts.group_pipe(pipe, 1),
-                (
-                    mine, my_tops, my_totals, line, multiplier, row + QUERIES, rows,
-                    first, count, arena_blocks, bound, suffix_tokens, scale,
-                ),
-                HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT,
-            )),
-            (_bring, (
-                q_desc, k_desc, v_desc, k_fresh, v_fresh, pipe,
-                b * rows + row, slot, b, first, count, arena_blocks, KEYS, STAGES, SUFFIX,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    cut = (first, count, arena_blocks, bound, suffix_tokens, scale)
+    upper = (mine, my_tops, my_totals, line, multiplier, row, rows) + cut  # noqa: RUF005
+    lower = (mine, my_tops, my_totals, line, multiplier, row + QUERIES, rows) + cut  # noqa: RUF005
+    tensors = (q_desc, k_desc, v_desc, k_fresh, v_fresh)
+    where = (b * rows + row, slot, b, first, count, arena_blocks)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_group, (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
+                (_bring, (tensors, pipe, where, KEYS, STAGES, SUFFIX, GROUPS)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_group, (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
+                (_group, (hopper_parts.group_pipe(pipe, 1), lower, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
+                (_bring, (tensors, pipe, where, KEYS, STAGES, SUFFIX, GROUPS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 def takes(q_BTHd: Tensor, *keys: Tensor) -> bool:
@@ -298,14 +288,15 @@ def hopper_attention(
     )
     mask = mask_BP.view(torch.uint8) if mask_BP.dtype == torch.bool else mask_BP
     fresh = (k_SPKd, v_SPKd) if suffix is None else suffix
-    _hopper_attention_kernel[(cdiv(rows, 2 * QUERIES), t.splits, batch)](
+    _hopper_attention_kernel[(cdiv(rows, t.groups * QUERIES), t.splits, batch)](
         hopper_parts.described(q_BTHd.view(batch * rows, head_dim), [QUERIES, head_dim]),
         *(hopper_parts.described(x.squeeze(2), [1, t.block_n, head_dim]) for x in (k_SPKd, v_SPKd, *fresh)),
         slots_B, mask, mask.stride(0), slots_B if length_B is None else length_B, out if multiplier is None else multiplier,
         *(parts if kept else (out, out, out)), rows, arena_tokens, 0 if suffix is None else suffix[0].shape[1],
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=t.block_n, STAGES=t.stages, CODED=multiplier is not None,
-        SUFFIX=suffix is not None, BOUNDED=length_B is not None, SPLITS=t.splits, num_warps=4,
+        SUFFIX=suffix is not None, BOUNDED=length_B is not None, SPLITS=t.splits, GROUPS=t.groups,
+        num_warps=4,
     )  # fmt: skip
     if kept:
         block, overlap = block_of(t.splits), overlaps(q_BTHd)

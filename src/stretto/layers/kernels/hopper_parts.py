@@ -1,9 +1,9 @@
 """What attention kernels for Hopper share: the pipe through shared memory and the loop over blocks of keys.
 
-One warp brings keys and values through the pipe; two groups of four warps have QUERIES queries each. A group asks for the
-scores of the next keys, then for the weighted values of the last ones, and works on the softmax while the tensor cores have the
-second product. Triton's own compiler waits for the scores first, so this is written in Gluon, which leaves the waits to the
-author.
+One warp brings keys and values through the pipe; groups of four warps, one or two, have QUERIES queries each. A group asks
+for the scores of the next keys, then for the weighted values of the last ones, and works on the softmax while the tensor cores
+have the second product. Triton's own compiler waits for the scores first, so this is written in Gluon, which leaves the waits
+to the author.
 
 A pipe is (q_buf, k_buf, v_buf, q_full, k_full, k_free, v_full, v_free): buffers, and barriers that say when one is full or
 free.
@@ -31,13 +31,14 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:  # without Triton, or one whose Gluon is another
-    gluon = gl = fence_async_shared = mbarrier = tma = None
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
 
 __all__ = [
     "QUERIES",
     "allocate",
     "attend_blocks",
     "bring_queries",
+    "coded",
     "described",
     "fence_async_shared",
     "gl",
@@ -52,10 +53,12 @@ __all__ = [
     "start_barriers",
     "store_rows",
     "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]
 
 QUERIES = 64
-"""Of a group of warps, of which there are two."""
+"""Of a group of warps."""
 
 
 def jit(fn: Any) -> Any:
@@ -70,8 +73,8 @@ def runs_on(device_type: str, index: int | None) -> bool:
 
 
 def described(x: Tensor, block: list[int]) -> Any:
-    """Describe 16-bit x for copies of blocks to shared memory, which swizzle 128 bytes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    """Describe 16-bit x for copies of blocks to shared memory, which swizzle rows of up to 128 bytes."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * block[-1]), element_bitwidth=16, rank=len(block))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
@@ -84,12 +87,13 @@ def allocate(
     QUERIES: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr = 2,
 ) -> gl.tensor:
     """Return a pipe whose barriers are not started yet."""
-    q_buf = gl.allocate_shared_memory(q_desc.dtype, [2, QUERIES, HEAD_DIM], q_desc.layout)
+    q_buf = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, QUERIES, HEAD_DIM], q_desc.layout)
     k_buf = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, KEYS, HEAD_DIM], k_desc.layout)
     v_buf = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, KEYS, HEAD_DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -98,18 +102,18 @@ def allocate(
 
 
 @jit
-def start_barriers(pipe: gl.tensor, order: gl.tensor, STAGES: gl.constexpr) -> None:
+def start_barriers(pipe: gl.tensor, order: gl.tensor, STAGES: gl.constexpr, GROUPS: gl.constexpr = 2) -> None:
     """Start the barriers of a pipe, and those by which groups take turns if there are any."""
     _, _, _, q_full, k_full, k_free, v_full, v_free = pipe
-    for i in gl.static_range(2):
+    for i in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(i), count=1)
         if order is not None:
             mbarrier.init(order.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(k_free.index(i), count=GROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=GROUPS)
     fence_async_shared()
 
 
@@ -121,10 +125,10 @@ def group_pipe(pipe: gl.tensor, GROUP: gl.constexpr) -> gl.tensor:
 
 
 @jit
-def bring_queries(q_desc: gl.tensor, pipe: gl.tensor, line: gl.tensor, channel: gl.tensor) -> None:
-    """Bring the queries of both groups."""
+def bring_queries(q_desc: gl.tensor, pipe: gl.tensor, line: gl.tensor, channel: gl.tensor, GROUPS: gl.constexpr = 2) -> None:
+    """Bring the queries of all groups."""
     q_buf, q_full = pipe[0], pipe[3]
-    for group in gl.static_range(2):
+    for group in gl.static_range(GROUPS):
         mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             q_desc, [line + group * q_buf.shape[1], channel], q_full.index(group), q_buf.index(group)
@@ -178,6 +182,15 @@ def _ask_values(p: gl.tensor, v_buf: gl.tensor, stage: gl.tensor, acc: gl.tensor
 def scaled_rows(values: gl.tensor, factor: gl.tensor) -> gl.tensor:
     """Return the rows of values times their factors, whose layout may be another."""
     return values * gl.convert_layout(factor, gl.SliceLayout(1, values.type.layout))[:, None]
+
+
+@jit
+def coded(value: gl.tensor, dtype: gl.constexpr, multiplier: gl.tensor) -> gl.tensor:
+    """Return what e4m3 holds of value * multiplier, in fp32; rounded to dtype as a tensor in between would be."""
+    value = value.to(dtype).to(gl.float32) * gl.load(multiplier)
+    # Two selects instead of min and max, which would lose a NaN.
+    value = gl.where(value > 448.0, 448.0, value)
+    return gl.where(value < -448.0, -448.0, value)
 
 
 @jit

@@ -1,0 +1,163 @@
+"""Attention of few keys for Hopper: a program has all scores of its queries at once, so its softmax is one pass.
+
+Two programs fit a multiprocessor; while one is at its softmax, the other has the tensor cores. A head is cut into a part of 64
+channels and what is left of it, so that little is multiplied by zeros: 72 channels take as long as 80.
+
+Written in Gluon, as hopper_parts.py says why. Shape legend: B rows, T query tokens, N keys, H heads, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stretto.layers.kernels import hopper_parts
+from stretto.layers.kernels.fp8_activation import E4M3
+from stretto.layers.kernels.hopper_parts import (
+    QUERIES,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    runs_on,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from stretto.layers.kernels.language import block_of, cdiv
+
+LOG2_E = 1.4426950408889634
+WIDE = 64
+MOST_KEYS = 256
+MOST_HEAD = 128
+
+
+@jit
+def _brought(desc: gl.tensor, there: gl.tensor, b: gl.tensor, head: gl.tensor, row: gl.tensor, channel: gl.tensor) -> gl.tensor:
+    """Ask for a tile and return where it will be; `there` already expects it."""
+    tile = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+    tma.async_copy_global_to_shared(desc, [b, head, row, channel], there, tile)
+    return tile.reshape([desc.block_type.shape[2], desc.block_type.shape[3]])
+
+
+@jit
+def _store(
+    out: gl.tensor,
+    acc: gl.tensor,
+    share: gl.tensor,
+    multiplier: gl.tensor,
+    row: gl.tensor,
+    tokens: gl.tensor,
+    stride: gl.tensor,
+    channel: gl.tensor,
+    channels: gl.tensor,
+    dtype: gl.constexpr,
+    CODED: gl.constexpr,
+) -> None:
+    value = hopper_parts.scaled_rows(acc, share)
+    if CODED:
+        value = hopper_parts.coded(value, dtype, multiplier)
+    line = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    column = channel + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    at = out + line.to(gl.int64)[:, None] * stride + column[None, :]
+    gl.store(at, value.to(out.dtype.element_ty), mask=(line < tokens)[:, None] & (column < channels)[None, :])
+
+
+@jit
+def _short_attention_kernel(
+    q_wide: gl.tensor,
+    k_wide: gl.tensor,
+    v_wide: gl.tensor,
+    q_rest: gl.tensor,
+    k_rest: gl.tensor,
+    v_rest: gl.tensor,
+    out: gl.tensor,
+    multiplier: gl.tensor,
+    tokens: gl.tensor,
+    keys: gl.tensor,
+    heads: gl.tensor,
+    channels: gl.tensor,
+    scale: gl.tensor,
+    QUERIES: gl.constexpr,
+    KEYS: gl.constexpr,
+    WIDE: gl.constexpr,
+    REST: gl.constexpr,
+    EVEN: gl.constexpr,
+    CODED: gl.constexpr,
+) -> None:
+    row, head, b = gl.program_id(0) * QUERIES, gl.program_id(1), gl.program_id(2)
+    dtype: gl.constexpr = q_wide.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
+    rest: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, REST, 16])
+
+    k_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_there, count=1)
+    mbarrier.init(v_there, count=1)
+    fence_async_shared()
+    mbarrier.expect(k_there, (QUERIES + KEYS) * (WIDE + REST) * 2)
+    q = _brought(q_wide, k_there, b, head, row, 0)
+    k = _brought(k_wide, k_there, b, head, 0, 0)
+    q_end = _brought(q_rest, k_there, b, head, row, WIDE)
+    k_end = _brought(k_rest, k_there, b, head, 0, WIDE)
+    mbarrier.expect(v_there, KEYS * (WIDE + REST) * 2)
+    v = _brought(v_wide, v_there, b, head, 0, 0)
+    v_end = _brought(v_rest, v_there, b, head, 0, WIDE)
+
+    mbarrier.wait(k_there, 0)
+    s = gl.zeros([QUERIES, KEYS], gl.float32, scores)
+    s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_end, k_end.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if not EVEN:
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores))
+        s = gl.where((column < keys)[None, :], s, float("-inf"))
+    top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
+    weights, total, _, _ = hopper_parts.soften(s, top, scale, True)
+
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=wide, k_width=2))
+    p_end = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=rest, k_width=2))
+    mbarrier.wait(v_there, 0)
+    acc = gl.zeros([QUERIES, WIDE], gl.float32, wide)
+    acc_end = gl.zeros([QUERIES, REST], gl.float32, rest)
+    acc = warpgroup_mma(p, v, acc, use_acc=False, is_async=True)
+    acc_end = warpgroup_mma(p_end, v_end, acc_end, use_acc=False, is_async=True)
+    acc, acc_end = warpgroup_mma_wait(0, deps=(acc, acc_end))
+    mbarrier.invalidate(k_there)
+    mbarrier.invalidate(v_there)
+
+    stride = heads * channels
+    mine = out + b.to(gl.int64) * tokens * stride + head * channels
+    _store(mine, acc, 1.0 / total, multiplier, row, tokens, stride, 0, channels, dtype, CODED)
+    _store(mine, acc_end, 1.0 / total, multiplier, row, tokens, stride, WIDE, channels, dtype, CODED)
+
+
+def takes(q_BTHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor) -> bool:
+    """Tell whether the kernel takes these tensors: 16-bit, a key/value head for each query head, few keys, on Hopper.
+
+    Heads are wider than 64; tensors start and lie apart by multiples of 16 bytes, their last axis is dense.
+    """
+    tensors = (q_BTHd, k_BNHd, v_BNHd)
+    alike = all(x.dtype == q_BTHd.dtype and x.shape[2:] == q_BTHd.shape[2:] and x.stride(-1) == 1 for x in tensors)
+    apart = all(x.storage_offset() % 8 == 0 and all(n % 8 == 0 for n in x.stride()[:-1]) for x in tensors)
+    fits = WIDE < q_BTHd.shape[-1] <= MOST_HEAD and q_BTHd.shape[-1] % 8 == 0 and 1 <= k_BNHd.shape[1] <= MOST_KEYS
+    return alike and apart and fits and q_BTHd.element_size() == 2 and runs_on(q_BTHd.device.type, q_BTHd.device.index)
+
+
+def short_attention(
+    q_BTHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, *, scale: float | None = None, multiplier: Tensor | None = None
+) -> Tensor:
+    """Attend every query to all keys of its row; [B, T, H, d], with a multiplier in e4m3 (as `to_fp8` writes it)."""
+    batch, tokens, heads, head_dim = q_BTHd.shape
+    keys = k_BNHd.shape[1]
+    block, rest = max(block_of(keys), 16), max(block_of(head_dim - WIDE), 16)
+    out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype if multiplier is None else E4M3, device=q_BTHd.device)
+    sides = [(x.transpose(1, 2), height) for x, height in ((q_BTHd, QUERIES), (k_BNHd, block), (v_BNHd, block))]
+    tiles = [hopper_parts.described(x, [1, 1, height, width]) for width in (WIDE, rest) for x, height in sides]
+    _short_attention_kernel[(cdiv(tokens, QUERIES), heads, batch)](
+        *tiles, out, out if multiplier is None else multiplier, tokens, keys, heads, head_dim,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        QUERIES=QUERIES, KEYS=block, WIDE=WIDE, REST=rest, EVEN=keys == block, CODED=multiplier is not None, num_warps=4,
+    )  # fmt: skip
+    return out
