@@ -12,7 +12,7 @@ import torch
 from stretto.core.plan import Mode
 from stretto.deploy.world_bench import WorldBench
 from stretto.deploy.world_bench_options import resolve
-from stretto.deploy.world_rig import host_s
+from stretto.deploy.world_rig import hand_over
 from stretto.sched.profile import Profile
 
 
@@ -26,15 +26,23 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path)
 
 
-def with_hand_overs(bench: WorldBench) -> Profile:
-    """Return the bench's profile with what hand-overs cost on this host added to its launches; as it is where that fails."""
+def with_hand_overs(bench: WorldBench, rows: int = 1) -> Profile:
+    """Return the bench's profile with what hand-overs cost on this host added to its launches; as it is where that fails.
+
+    `rows`: time those of a batch too.
+    """
+    before = bench.case
     try:
-        found_s = host_s(bench)
+        found = hand_over(bench, rows)
     except Exception as error:  # the figures that follow are worth more than this one
         print(f"# hand-overs were not timed: {type(error).__name__}: {error}", flush=True)
         return bench.profile
-    print(f"# a hand-over takes {found_s * 1e3:.3f} ms, a launch {bench.profile.host_s * 1e3:.3f} ms of the host", flush=True)
-    return replace(bench.profile, host_s=round(bench.profile.host_s + found_s, 6))
+    finally:
+        bench.case = before
+    profile, (host, row) = bench.profile, (found.host_s * 1e3, found.row_s * 1e3)
+    more = f", {row:.3f} more for each further chunk" if rows > 1 else ""
+    print(f"# a hand-over takes {host:.3f} ms{more}, a launch {profile.host_s * 1e3:.3f} ms of the host", flush=True)
+    return replace(profile, host_s=round(profile.host_s + found.host_s, 6), host_row_s=round(found.row_s, 6))
 
 
 def place_of(args: argparse.Namespace, on_cpu: int) -> tuple[tuple[str, ...], Mode, str]:

@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--also", nargs="*", type=int, default=[], help="profile again at the end, on so many blocks (0: all that fit)"
     )
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases with one of these in `MODEL: NAME`")
     add_place(parser)
     return parser.parse_args()
 
@@ -277,7 +277,7 @@ def main() -> None:
         result["slow"].append(bench.slow)
         print(f"# {model}: profiled after {time.monotonic() - began_s:.1f} s", flush=True)
         for some in cases(bench.profile, devices, bench):
-            if args.only not in some.name:
+            if not any(part in f"{model}: {some.name}" for part in args.only):
                 continue
             try:
                 row = row_of(bench, some, args.chunks, lambda until_s=until_s: until_s - time.monotonic())

@@ -190,7 +190,7 @@ def bench_of(
     same = last is not None and last.config == config and last.case.devices == case.devices
     bench = last if same and last is not None else WorldBench(config, replace(case, streams=1))
     if mode == "graph" and bench is not last:
-        bench.profile = with_hand_overs(bench)
+        bench.profile = with_hand_overs(bench, max(case.batches) if len(devices) > 1 else 1)
     bench.case = case
     # Greedy means: whatever waits.
     bench.profile = replace(bench.profile, max_batch=4 if part.startswith("seed") else 16)

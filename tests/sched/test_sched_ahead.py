@@ -105,3 +105,40 @@ def test_a_plan_with_negative_launches_ahead_is_refused() -> None:
     profile = toy()
     with pytest.raises(PlanError, match="ahead: got -1"):
         check_plan(profile, replace(whole(profile, pool(1)[0]), ahead=-1))
+
+
+def test_a_batch_of_rows_that_have_no_graph_of_their_own_takes_what_its_rows_take_in_turn() -> None:
+    """Eight streams at one visit: pairs of them have graphs (8 + 28), sets of three would be too many."""
+    profile = toy(2, 1, fixed_s=0.1, per_row_s=0.001, max_batch=8)
+    plan = replace(whole(profile, pool(1)[0], quantum=2, batch_cap=8), in_flight=1, ahead=0)
+    runs = [StreamRun(f"s{i}", "m", chunks=1) for i in range(8)]
+
+    def lasts(mode: str, count: int) -> float:
+        outcome = Simulation({"m": Load(replace(plan, mode=mode), profile)}, runs[:count], trace=True).run(math.inf)  # type: ignore[arg-type]
+        return max((x.end_s - x.begin_s for x in outcome.trace or () if len(x.chunks) > 1), default=0.0)
+
+    def batch_s(rows: int) -> float:
+        return 2 * (0.1 + 0.001 * rows)
+
+    assert lasts("eager", 8) == pytest.approx(batch_s(7))
+    assert lasts("graph", 8) == pytest.approx(7 * batch_s(1))
+    assert lasts("graph", 4) == pytest.approx(batch_s(3))
+
+
+def test_streams_that_are_not_there_at_the_same_time_share_graphs() -> None:
+    profile = toy(2, 1, fixed_s=0.1, per_row_s=0.001, max_batch=4)
+    plan = replace(whole(profile, pool(1)[0], quantum=2, batch_cap=4), in_flight=1, ahead=0, mode="graph")
+    runs = [StreamRun(f"s{i}", "m", start_s=100.0 * (i // 4), stop_s=100.0 * (i // 4) + 50.0) for i in range(40)]
+    outcome = Simulation({"m": Load(plan, profile)}, runs, trace=True).run(1000.0)
+    assert min(x.end_s - x.begin_s for x in outcome.trace or () if len(x.chunks) == 3) == pytest.approx(2 * 0.103)
+
+
+def test_chunks_of_one_batch_are_handed_over_one_after_the_other() -> None:
+    profile = toy(2, 1, fixed_s=0.1)
+    plan = replace(by_block(profile, pool(2), batch_cap=3), in_flight=1, ahead=0)
+    runs = [StreamRun(f"s{i}", "m", chunks=1) for i in range(4)]
+    ended = {}
+    for more_s in (0.0, 0.02):
+        outcome = Simulation({"m": Load(plan, replace(profile, host_row_s=more_s))}, runs, trace=True).run(math.inf)
+        ended[more_s] = max(x.begin_s for x in outcome.trace or () if x.device == "gpu:1" and len(x.chunks) == 3)
+    assert ended[0.02] - ended[0.0] == pytest.approx(2 * 0.02)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -35,6 +36,7 @@ from stretto.sched.profile import Carry, Profile, Provenance, StageProfile, Stat
 
 SAMPLE = 4  # blocks that stand for all
 _SHARE = 0.4  # of a device's memory
+Timing = Callable[[], AbstractContextManager[object]]
 Passes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
 
 
@@ -74,11 +76,13 @@ def profile_preset(options: ProfileOptions) -> Profile:
     return measure(model, device, mode, options)
 
 
-def profile_world(config: WanConfig, device: torch.device, mode: Mode, options: ProfileOptions) -> Profile:
-    """Measure a world model of this configuration on a sample of its blocks."""
+def profile_world(
+    config: WanConfig, device: torch.device, mode: Mode, options: ProfileOptions, *, timing: Timing | None = None
+) -> Profile:
+    """Measure a world model of this configuration on a sample of its blocks; `timing` is entered for what is under load."""
     blocks = options.sample or (_fitting(config, device, max(options.batches)) if options.sustained_s else SAMPLE)
     sample = RandomWorld(replace(config, blocks=min(blocks, config.blocks)))
-    return measure(sample.on([str(device)]).first, device, mode, options, blocks=config.blocks)
+    return measure(sample.on([str(device)]).first, device, mode, options, blocks=config.blocks, timing=timing)
 
 
 def _fitting(config: WanConfig, device: torch.device, batch: int) -> int:
@@ -90,8 +94,21 @@ def _fitting(config: WanConfig, device: torch.device, batch: int) -> int:
     return max(SAMPLE, int(_SHARE * _memory_of(device) / each))
 
 
-def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOptions, *, blocks: int = 0) -> Profile:
-    """Measure a model that is on its device. `blocks` is how many blocks the profile is for, where the model holds a sample."""
+def measure(
+    model: Model,
+    device: torch.device,
+    mode: Mode,
+    options: ProfileOptions,
+    *,
+    blocks: int = 0,
+    timing: Timing | None = None,
+) -> Profile:
+    """Measure a model that is on its device.
+
+    Args:
+        blocks: how many blocks the profile is for, where the model holds a sample.
+        timing: entered while launches under load are timed.
+    """
     config = getattr(model, "config", None)
     times: dict[str, list[tuple[int, float]]] = {}
     launches, peak = [], 0
@@ -99,7 +116,7 @@ def measure(model: Model, device: torch.device, mode: Mode, options: ProfileOpti
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        found, own = _stage_times(model, device, mode, batch, options)
+        found, own = _stage_times(model, device, mode, batch, options, timing or nullcontext)
         launches.append(found)
         for name, s in found.seconds.items():
             times.setdefault(name, []).append((batch, s))
@@ -137,7 +154,9 @@ class _Found:
     host_stage_s: float = 0.0
 
 
-def _stage_times(model: Model, device: torch.device, mode: Mode, batch: int, options: ProfileOptions) -> tuple[_Found, int]:
+def _stage_times(
+    model: Model, device: torch.device, mode: Mode, batch: int, options: ProfileOptions, timing: Timing
+) -> tuple[_Found, int]:
     """Return what was found at a batch size, and the bytes of the bench's own storage."""
     config, built = getattr(model, "config", None), model
     chunk = -(-config.window_frames // config.frames_per_chunk) if isinstance(config, WanConfig) else 0
@@ -147,7 +166,7 @@ def _stage_times(model: Model, device: torch.device, mode: Mode, batch: int, opt
     bench.fill(seed=batch)
     own = bench.arenas.nbytes + sum(p.nbytes for p in model.module.parameters())
     step = _step(model) if options.sustained_s else ()
-    loaded = _under_load(bench, step, options.sustained_s) if step else _Found({})
+    loaded = _under_load(bench, step, options.sustained_s, timing) if step else _Found({})
     order = tuple(dict.fromkeys(v.stage for v in model.route.visits))
     alone = {name: members for name, members in _groups(order).items() if name not in loaded.seconds}
     found = _alone(bench, alone, options)
@@ -161,12 +180,12 @@ def _step(model: Model) -> tuple[str, ...]:
     return next((stages for stages, _ in passes_of(model.route.visits) if any(s[-1].isdigit() for s in stages)), ())
 
 
-def _under_load(bench: Bench, step: Sequence[str], seconds: float) -> _Found:
+def _under_load(bench: Bench, step: Sequence[str], seconds: float, timing: Timing) -> _Found:
     """Time a whole step and each kind of its stages in turn; what they take alone beyond the step is their launches."""
     groups = _groups(step)
     whole = _segments(bench.model, tuple(step))
     turns = [pair for members in groups.values() for pair in (whole, _segments(bench.model, members[:1]))]
-    times = bench.in_turn(turns, _lengths(bench.model), seconds=seconds)
+    times = bench.in_turn(turns, _lengths(bench.model), seconds=seconds, timing=timing)
     together = Times(tuple(ms for some in times[::2] for ms in some.device.ms)).mean / 1e3
     each = {name: some.device.p50 / 1e3 for name, some in zip(groups, times[1::2], strict=True)}
     over = sum(each[name] * len(members) for name, members in groups.items()) - together

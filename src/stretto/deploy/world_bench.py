@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ import torch
 
 from stretto.core.plan import Mode, Placement, Plan
 from stretto.deploy.drive import Inputs, Measured, drive
-from stretto.deploy.profile import ProfileOptions, facts_of, profile_world
+from stretto.deploy.profile import ProfileOptions, facts_of
 from stretto.deploy.world_plans import SEVERAL, plan_of, predicted
+from stretto.deploy.world_profiles import profile_worlds
 from stretto.deploy.worlds import AnywhereModel, RandomWorld
 from stretto.models.wan import DECODE
 from stretto.models.wan_config import WanConfig
@@ -64,8 +65,13 @@ class WorldBench:
             batches = case.batches or (1, len(config.levels))
             options = ProfileOptions(config.name, batches=batches, n=case.profile_n, sustained_s=case.sustained_s)
             known = self._known(first, max(batches))
-            self.profile = known or profile_world(config, first, case.mode, options)
-            self.slow = self._slow(options) if not known and case.sustained_s and first.type == "cuda" else {}
+            # What is timed one launch at a time is not slowed by a neighbour.
+            loaded = first.type == "cuda" and case.sustained_s > 0.0
+            places = [torch.device(name) for name in case.devices] if loaded else [first]
+            self.profile, *others = [known] if known else profile_worlds(config, places, case.mode, options)
+            slow = [other.work_s / self.profile.work_s for other in others]
+            self.slow = {name: round(times, 4) for name, times in zip(case.devices[1:], slow, strict=False)}
+            """Device -> how many times longer it takes than the first, under load and for one row."""
         free()
         self._model: AnywhereModel | None = None
         self._noise = np.random.default_rng(0).standard_normal((4, *config.latent_shape), dtype=np.float32)
@@ -76,15 +82,6 @@ class WorldBench:
         wanted = (self.config.name, kind, facts_of(self.config))
         found = (p for p in self.case.profiles if (p.model, p.device, dict(p.facts)) == wanted and p.max_batch >= most)
         return next(found, None)
-
-    def _slow(self, options: ProfileOptions) -> dict[str, float]:
-        """Return how the other devices compare with the first under load: times over its times, for one row."""
-        alone = replace(options, batches=(1,))
-        found = {}
-        for name in self.case.devices[1:]:
-            free()
-            found[name] = profile_world(self.config, torch.device(name), self.case.mode, alone).work_s
-        return {name: round(seconds / self.profile.work_s, 4) for name, seconds in found.items()}
 
     @cached_property
     def describes(self) -> AnywhereModel:

@@ -125,35 +125,60 @@ class Rig:
         free()
 
 
-def host_s(bench: WorldBench, chunks: int = 6) -> float:
-    """Return what the host takes, launches apart, before an idle device starts on a chunk that comes from elsewhere; median.
+@dataclass(frozen=True)
+class HandOver:
+    """What the host takes to hand a batch over, launches apart."""
 
-    One chunk at a time goes round all devices, so that every launch finds its device idle. What its response takes beyond
-    device times, which hold the launches, and copies is shared out over its arrivals.
+    host_s: float
+    """Before an idle device starts on a chunk that comes from elsewhere."""
+    row_s: float = 0.0
+    """More of that for each further chunk of a batch."""
+
+
+def hand_over(bench: WorldBench, rows: int = 1, turns: int = 6) -> HandOver:
+    """Time hand-overs: one batch at a time goes round all devices, so that every launch finds its device idle; medians.
+
+    What its response takes beyond device times, which hold the launches, and copies is shared out over its arrivals. A batch
+    of one chunk goes round, and one of `rows` chunks, of a stream each.
 
     Raises:
         StrettoError: if the engine cannot start.
     """
+    bench.case = replace(bench.case, streams=rows)
     name = "by_block" if len(bench.case.devices) > 1 else "serial"
-    plan = replace(plan_of(name, bench.profile, bench.case.devices, bench.case.mode), in_flight=1)
-    stops = [a.device != b.device for a, b in itertools.pairwise(plan.placements("default"))]
+    plan = plan_of(name, bench.profile, bench.case.devices, bench.case.mode)
+    plan = replace(plan, in_flight=1, batch_caps={d.name: rows for d in plan.devices})
+    stops = sum(a.device != b.device for a, b in itertools.pairwise(plan.placements("default")))
     stage = bench.profile.stages[max(bench.profile.stages, key=lambda s: bench.profile.stages[s].crossing_bytes)]
-    copies_s = sum(stops) * bench.profile.links["peer"].seconds(stage.crossing_bytes)
+    copy_s = stops * bench.profile.links["peer"].seconds(stage.crossing_bytes)
     rig = Rig(bench, plan)
-    found = []
     try:
-        stream = rig.engine.open()
-        rig.prepare(stream)
-        for turn in range(chunks + 2):
-            index = bench.first_chunk + turn
-            begin_s = time.monotonic()
-            chunk = stream.submit(bench.feed(0, index), chunk=index).result()
-            took_s = time.monotonic() - begin_s
-            found.append((took_s - sum(chunk.device_ms.values()) / 1e3 - copies_s) / (1 + sum(stops)))
-        stream.close()
+        streams = [rig.engine.open(seed=i) for i in range(rows)]
+        for stream in streams:
+            rig.prepare(stream)
+        index = itertools.count(bench.first_chunk)
+        one = _beyond_s(rig, streams[:1], [next(index) for _ in range(turns + 2)])[2:]
+        found = statistics.median(s - copy_s for s in one) / (1 + stops)
+        if rows == 1:
+            return HandOver(max(0.0, found))
+        all_ = _beyond_s(rig, streams, [next(index) for _ in range(turns)])[2:]
+        more = statistics.median(s - copy_s for s in all_) / (1 + stops) - found
+        return HandOver(max(0.0, found), max(0.0, more / (rows - 1)))
     finally:
         rig.close()
-    return max(0.0, statistics.median(found[2:]))
+
+
+def _beyond_s(rig: Rig, streams: Sequence[Stream], chunks: Sequence[int]) -> list[float]:
+    """Return, for each of these chunks of all streams together, what the last of them takes beyond device times."""
+    found = []
+    for index in chunks:
+        begin_s = time.monotonic()
+        with rig.engine.together():
+            futures = [s.submit(rig.bench.feed(i, index), chunk=index) for i, s in enumerate(streams)]
+        done = [future.result() for future in futures]
+        took_s = time.monotonic() - begin_s
+        found.append(took_s - sum(sum(chunk.device_ms.values()) for chunk in done) / 1e3)
+    return found
 
 
 def run(bench: WorldBench, plan: Plan, script: Script) -> Run:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -162,14 +162,23 @@ class Bench:
             return time_on_device(run, self.device, warmup=max(warmup, 2), n=n)
 
     def in_turn(
-        self, segments: Sequence[tuple[Segment, Sequence[int]]], lengths: Mapping[str, int], *, seconds: float
+        self,
+        segments: Sequence[tuple[Segment, Sequence[int]]],
+        lengths: Mapping[str, int],
+        *,
+        seconds: float,
+        timing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> list[InTurn]:
-        """Time segments, each with the visits at which rows stand, in turn and launched one behind the other."""
+        """Time segments, each with the visits at which rows stand, in turn and launched one behind the other.
+
+        `timing` is entered when all is captured and warm.
+        """
         with self._current():
             runs = [self.runner(segment, lengths, starts) for segment, starts in segments]
             for run in runs:
                 time_on_device(run, self.device, warmup=2, n=1)
-            return time_in_turn(runs, self.device, seconds=seconds)
+            with timing():
+                return time_in_turn(runs, self.device, seconds=seconds)
 
     @contextmanager
     def _current(self) -> Iterator[None]:

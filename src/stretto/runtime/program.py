@@ -18,7 +18,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, product
-from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +32,9 @@ from stretto.runtime.arena import Arenas
 from stretto.runtime.graphs import Captured, Recent
 from stretto.runtime.graphs import Graphs as Graphs
 from stretto.runtime.rows import BatchRows
+from stretto.sched.captures import KEYED_GRAPHS, captured_rows
 
 _RING = 64  # control copies in flight before a pinned buffer is reused
-KEYED_GRAPHS = 64  # graphs of one segment kept by what their rows are
 _IDLE = 8 * KEYED_GRAPHS  # launches without use after which one makes room for another
 
 
@@ -284,11 +283,7 @@ def _narrowed(buckets: Buckets, shapes: Mapping[str, Sequence[int]]) -> Buckets:
 def batches(members: Sequence[Member], cap: int, bound: int = KEYED_GRAPHS) -> Iterator[tuple[Member, ...]]:
     """Yield the batches of these members, small ones first; of a size all or none, but single rows up to the bound."""
     yield from ((m,) for m in members[:bound])
-    count = len(members)
-    for n in range(2, min(cap, len(members)) + 1):
-        count += comb(len(members), n)
-        if count > bound:
-            return
+    for n in range(2, captured_rows(len(members), cap, bound) + 1):
         yield from combinations(members, n)
 
 

@@ -75,6 +75,8 @@ class Profile:
     """From when a batch can run on an idle device until it does, its host working on it; hidden where launches are queued."""
     host_stage_s: float = 0.0
     """More of that, for each stage of the batch."""
+    host_row_s: float = 0.0
+    """What each further chunk of a batch takes the host when the batch goes on to another device."""
     max_batch: int = 8
     links: Mapping[str, Link] = field(default_factory=lambda: dict(LINKS))
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Profile:
             raise ConfigError("carry", got=repr(self.carry), expected=f"one of {get_args(Carry)}")
         if self.max_batch < 1:
             raise ConfigError("max_batch", got=self.max_batch, expected="1 or more")
-        for name in ("memory_bytes", "reserved_bytes", "chunk_bytes", "launch_s", "host_s", "host_stage_s"):
+        for name in ("memory_bytes", "reserved_bytes", "chunk_bytes", "launch_s", "host_s", "host_stage_s", "host_row_s"):
             _number(name, getattr(self, name))
         for name, stage in self.stages.items():
             for part in ("weight_bytes", "state_bytes", "crossing_bytes"):

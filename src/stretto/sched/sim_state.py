@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Placement, Plan
+from stretto.sched.captures import captured_rows
 from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.hardware import CPU
 from stretto.sched.outcome import StreamOutcome
@@ -109,6 +111,8 @@ class Run:
     """Placement -> kinds that follow on its device."""
     delay: list[float]
     """Placement -> seconds of the hand-over after it."""
+    row_s: float
+    """More of that for each further chunk of a batch."""
     credit: int
     pace_s: float
     admission: tuple[int, ...]
@@ -159,9 +163,10 @@ Devices = dict[tuple[str, int], SimDevice]
 """(device, lane) -> what the simulator knows of it."""
 
 
-def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> Devices:
+def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int, streams: Sequence[StreamRun]) -> Devices:
     """Make the devices of all plans, and number the kinds of each along the routes as the executor does."""
     devices: Devices = {}
+    rows = _rows(loads, streams)
     chips: dict[str, Chip] = {}
     lanes: dict[str, int] = {}
     for load in loads.values():
@@ -180,7 +185,7 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int) -> De
                 device, signature = devices[p.device, p.lane], signature_of(load.profile, p)
                 if (model, signature) not in device.kinds:
                     device.kinds[model, signature] = len(device.kinds)
-                    device.costs.append(_costs(load, p.device, signature))
+                    device.costs.append(_costs(load, p.device, signature, rows[model, p.device, p.lane, signature]))
                     host_s = load.profile.host_s + load.profile.host_stage_s * len(signature)
                     device.host.append(host_s if device.prompt else 0.0)
     for chip in chips.values():
@@ -217,11 +222,33 @@ def signature_of(profile: Profile, placement: Placement) -> tuple[str, ...]:
     return tuple(v.stage for v in profile.visits[placement.segment.start : placement.segment.stop])
 
 
-def _costs(load: Load, device: str, signature: tuple[str, ...]) -> tuple[float, ...]:
-    most = load.plan.batch_cap(device)
-    stages = [load.profile.stage(s).cost for s in signature]
-    sizes = [n if load.plan.mode == "eager" else _bucket(n, load.plan, most) for n in range(1, most + 1)]
-    return (0.0, *(load.profile.launch_s + sum(c(n) for c in stages) for n in sizes))
+def _rows(loads: Mapping[str, Load], streams: Sequence[StreamRun]) -> Mapping[tuple[str, str, int, tuple[str, ...]], int]:
+    """Return, for each kind of task, in how many rows it can come: one for each stream there at a time, and for each visit."""
+    rows: Counter[tuple[str, str, int, tuple[str, ...]]] = Counter()
+    for model, load in loads.items():
+        for name, placements in load.plan.classes.items():
+            mine = [s for s in streams if s.model == model and s.stream_class == name]
+            most = max((sum(s.start_s <= at.start_s < s.stop_s for s in mine) for at in mine), default=0)
+            for p in placements:
+                rows[model, p.device, p.lane, signature_of(load.profile, p)] += most
+    return rows
+
+
+def _costs(load: Load, device: str, signature: tuple[str, ...], rows: int) -> tuple[float, ...]:
+    """Return the seconds of a batch of 0, 1, 2, ... of a kind that can come in so many rows."""
+    profile, most = load.profile, load.plan.batch_cap(device)
+    stages = [profile.stage(s) for s in signature]
+
+    def seconds(n: int) -> float:
+        return profile.launch_s + sum(stage.cost(n) for stage in stages)
+
+    if load.plan.mode == "eager":
+        return (0.0, *map(seconds, range(1, most + 1)))
+    if profile.carry == "none" or not any(stage.state_bytes for stage in stages):
+        return (0.0, *(seconds(_bucket(n, load.plan, most)) for n in range(1, most + 1)))
+    # Graphs are for their rows: none is padded, and without one of their own rows go one after the other.
+    own = captured_rows(rows, most)
+    return (0.0, *(seconds(n) if n <= own else n * seconds(1) for n in range(1, most + 1)))
 
 
 def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Devices) -> Run:
@@ -255,6 +282,7 @@ def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Dev
         [sum(least[i + 1 :]) for i in range(len(least))],
         [tuple(k for d, k in zip(there[i + 1 :], kind[i + 1 :], strict=True) if d is there[i]) for i in range(len(there))],
         [*delay, 0.0],
+        profile.host_row_s if there[0].prompt else 0.0,
         spec.in_flight or plan.credit(spec.stream_class),
         spec.pace_s or plan.pace_s.get(spec.stream_class, spec.response_s),
         plan.admission,

@@ -53,7 +53,7 @@ class Simulation:
         self._count = 0
         self._trace: list[Launch] | None = [] if trace else None
         self.tasks = 0
-        self._devices = build_devices(loads, self._weather, slots)
+        self._devices = build_devices(loads, self._weather, slots, streams)
         self._runs = [build_run(i, spec, loads, self._devices) for i, spec in enumerate(streams)]
 
     def run(self, until_s: float) -> Outcome:
@@ -275,7 +275,8 @@ class Simulation:
         device.busy = device.queued > device.ahead
         for (_, delay), (there, flows) in leaving.items():
             if delay:
-                self._push(now + delay, _ARRIVE, there, flows)
+                more_s = (len(flows) - 1) * flows[0].run.row_s
+                self._push(now + delay + more_s, _ARRIVE, there, flows)
             else:
                 self._arrive(now, there, flows)
         for lane in device.chip.lanes:
