@@ -24,7 +24,7 @@ from stretto.sched.sim_state import Load, StreamRun, Weather
 from stretto.sched.simulator import Simulation
 
 REHEARSAL_S = 1.0
-START_S = 2.0
+START_S = 1.0
 """Of an engine whose weights are made: rings and graphs."""
 Span = tuple[float, float]
 _LAG = 0.75  # of the chunks in a span
