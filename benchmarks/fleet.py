@@ -31,6 +31,8 @@ class Demand:
     """One way."""
     network_jitter_ms: float = 1.0
     loop: str = "closed"
+    phases: str = "any"
+    """`any`: robots start anywhere in their period. `together`: one trigger for all, which the jitter then spreads."""
     also: tuple[Demand, ...] = ()
     """What other robots of the same fleet ask for: robots take this demand and these in turn."""
 
@@ -58,8 +60,14 @@ class Demand:
         said = []
         for d, share in self.kinds.items():
             of_all = "" if share == 1 else f"{share:.0%} "
-            said.append(f"{of_all}{d.chunks_hz:g}/s of {d.executed_steps} steps in {d.deadline_ms:g} ms {d.loop}")
+            at_once = " together" if d.phases == "together" else ""
+            said.append(f"{of_all}{d.chunks_hz:g}/s of {d.executed_steps} steps in {d.deadline_ms:g} ms {d.loop}{at_once}")
         return ", ".join(said)
+
+    @property
+    def first_within_s(self) -> float:
+        """Time within which a robot's first observation falls."""
+        return 0.0 if self.phases == "together" else self.period_s
 
     @property
     def control_hz(self) -> float:
@@ -72,7 +80,9 @@ SETTINGS = tuple(f for f in Demand.__dataclass_fields__ if f != "also")
 
 def read_back(saved: Mapping[str, Any]) -> Demand:
     """Return a demand from what `asdict` made of it."""
-    return Demand(**{name: saved[name] for name in SETTINGS}, also=tuple(read_back(d) for d in saved.get("also", ())))
+    return Demand(
+        **{name: saved[name] for name in SETTINGS if name in saved}, also=tuple(read_back(d) for d in saved.get("also", ()))
+    )
 
 
 def beats_passed(planned_s: float, free_s: float, period_s: float) -> int:
@@ -139,7 +149,7 @@ class Trial:
         self._end_s = begin_s + seconds
         for robot in range(self.robots):
             self.server.join(robot)
-            phase_s = float(self.rng.uniform(0, self.demand.of(robot).period_s))
+            phase_s = float(self.rng.uniform(0, self.demand.of(robot).first_within_s))
             self._at(begin_s + phase_s, lambda r=robot: self._observe(r, None))
         while self._step():
             pass

@@ -6,12 +6,13 @@
 A robot asks for a chunk so and so many times a second, and executes so many of its actions. A request is on time if its
 actions are back at the robot within the deadline, counted from the observation, both ways of the network included; a request
 that is refused, superseded or late is a miss, and so is a beat that passed while a robot waited for the answer to another.
-`--demand [N*]CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][+...][@PRECISION][=ROBOTS/...]` may be said more than once. With +
-robots of several kinds stand side by side, N of the first, then those of the next, in turn; without @ each precision is run,
-all servers always in the same; numbers of robots to begin the search with are those of our server, the other, stock torch,
-of which those without a number are left out.
-Robots start at random phases and their periods jitter. `closed` robots wait for an answer before they observe again, `open`
-ones observe on schedule whatever happened, so that a deadline may exceed the period.
+`--demand [N*]CHUNKS_HZ:EXECUTED_STEPS:DEADLINE_MS[:LOOP][:PHASES][+...][@PRECISION][=ROBOTS/...]` may be said more than
+once. With + robots of several kinds stand side by side, N of the first, then those of the next, in turn; without @ each
+precision is run, all servers always in the same; numbers of robots to begin the search with are those of our server, the
+other, stock torch, of which those without a number are left out.
+Periods jitter. LOOP is `closed` for robots that wait for an answer before they observe again, or `open` for those that observe
+on schedule whatever happened, so that a deadline may exceed the period. PHASES is `any` for robots that start anywhere in their
+period, or `together` for one trigger of all cameras.
 
 The largest number of robots is the largest one at which at most 1 % of all beats miss, those of each kind of robot by
 themselves, in a longer run at that number. Then each server is given 1.5 and 2 times as many as it can serve, and the others

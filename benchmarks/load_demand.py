@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fleet import Demand
 
 DEMANDS = ("10:5:100", "2:25:50+3*2:25:500", "10:5:200:open")
-Kind = tuple[float, int, float, str]
-"""Chunks/s, steps executed, deadline in ms, loop or ""."""
+Kind = tuple[float, int, float, str, str]
+"""Chunks/s, steps executed, deadline in ms, loop or "", phases."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Wanted:
 
 
 def read_demand(text: str) -> Wanted:
-    """Read `[n*]chunks_hz:executed_steps:deadline_ms[:loop][+...][@precision][=robots/...]`."""
+    """Read `[n*]chunks_hz:executed_steps:deadline_ms[:loop][:phases][+...][@precision][=robots/...]`."""
     rest, _, guesses = text.partition("=")
     rest, _, precision = rest.partition("@")
     kinds: list[Kind] = []
@@ -44,12 +44,14 @@ def read_demand(text: str) -> Wanted:
 def _read_kind(text: str) -> Kind:
     parts = text.split(":")
     hz, steps, deadline_ms = float(parts[0]), int(parts[1]), float(parts[2])
-    loop = parts[3] if len(parts) == 4 else ""
-    if len(parts) > 4 or loop not in ("", "closed", "open"):
+    words = parts[3:]
+    phases = words.pop() if words and words[-1] in ("any", "together") else "any"
+    loop = words.pop() if words and words[-1] in ("closed", "open") else ""
+    if words:
         raise ValueError(text)
     if not (0 < hz < math.inf and steps > 0 and 0 < deadline_ms < math.inf):
         raise ValueError(text)
-    return hz, steps, deadline_ms, loop
+    return hz, steps, deadline_ms, loop, phases
 
 
 def wanted(options: argparse.Namespace) -> list[tuple[Demand, str, tuple[int, ...]]]:
@@ -58,8 +60,8 @@ def wanted(options: argparse.Namespace) -> list[tuple[Demand, str, tuple[int, ..
     rows = []
     for row in options.demand or [read_demand(text) for text in DEMANDS]:
         first, *also = (
-            Demand(chunks_hz=hz, executed_steps=steps, deadline_ms=ms, loop=loop or options.loop, **said)
-            for hz, steps, ms, loop in row.kinds
+            Demand(chunks_hz=hz, executed_steps=steps, deadline_ms=ms, loop=loop or options.loop, phases=phases, **said)
+            for hz, steps, ms, loop, phases in row.kinds
         )
         for precision in [row.precision] if row.precision else options.precision.split(","):
             rows.append((replace(first, also=tuple(also)), precision, row.guesses))

@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.loop, options.jitter, options.network_ms, options.network_jitter_ms = "closed", *NETWORK
     for demand, precision, _ in wanted(options) if options.demand else ():
         row = predict_demand(demand, precision, result)
-        others = [r for r in result.get("predicted_demands", []) if r["demand"] != json.loads(json.dumps(row["demand"]))]
+        others = [r for r in result.get("predicted_demands", []) if read_back(r["demand"]) != demand]
         result["predicted_demands"] = [*others, row]
         options.result.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{row['told']}: predicted {row['robots']}", flush=True)

@@ -16,7 +16,7 @@ RULE = (
     f"at most {100 * MISSES:g} % of all beats without an answer on time: late, refused, superseded or skipped; "
     "where robots ask for different things, of those of each kind"
 )
-PHASES = "random, the same for all servers at the same number of robots"
+PHASES = "random unless the demand says together, the same for all servers at the same number of robots"
 
 
 @dataclass(frozen=True)

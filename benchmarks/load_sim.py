@@ -132,7 +132,7 @@ class Shop:
     def run(self, seconds: float) -> list[Request]:
         self.end_s = seconds
         for robot in range(self.robots):
-            at = self.random.uniform(0, self.demand.of(robot).period_s)
+            at = self.random.uniform(0, self.demand.of(robot).first_within_s)
             self.push(at, "observe", (robot, at))
         while self.events:
             at, _, what, that = heappop(self.events)

@@ -224,6 +224,7 @@ def test_a_search_beyond_the_most_robots_ends_there() -> None:
         "10:5",
         "10:5:100:1",
         "10:5:100:shut",
+        "10:5:100:together:open",
         "0:5:100",
         "10:0:100",
         "10:5:nan",
@@ -256,6 +257,17 @@ def test_robots_of_several_kinds_stand_in_one_fleet_in_turn() -> None:
     }
     assert fleet.read_back(json.loads(json.dumps(asdict(demand)))) == demand
     assert str(demand) == "33% 2/s of 3 steps in 60 ms closed, 67% 2/s of 25 steps in 500 ms open"
+
+
+def test_robots_of_one_trigger_observe_together_and_others_anywhere_in_their_period(inputs: list[Inputs]) -> None:
+    ((demand, _, _),) = load_demand.wanted(load.parse(["--demand", "4:5:90:together+4:5:400:open@dtype", "--jitter", "0"]))
+    assert str(demand) == "50% 4/s of 5 steps in 90 ms closed together, 50% 4/s of 5 steps in 400 ms open"
+    assert fleet.read_back(json.loads(json.dumps(asdict(demand)))) == demand
+    asked = fleet.Trial(Scripted(), demand, 12, inputs, seed=4).run(0.24)
+    firsts = {a.robot: a.observed_s for a in reversed(asked)}
+    together, others = ([firsts[r] for r in range(12) if r % 2 == odd] for odd in (0, 1))
+    assert max(together) - min(together) < 0.03
+    assert max(others) - min(others) > 0.05
 
 
 def test_each_kind_of_robot_must_be_on_time_by_itself(inputs: list[Inputs]) -> None:

@@ -151,6 +151,13 @@ def test_of_started_robots_those_who_cannot_wait_stay_in_front_of_a_hurried_one(
     assert set(deadline_limited(0.002, [*patient, *both], LIMITS).run) == {3, 4}
 
 
+def test_two_in_a_hurry_go_ahead_together_where_the_second_would_make_the_first_late_among_all() -> None:
+    patient, first, second = [robot(i, 1, 0.5) for i in range(2)], robot(2, 1, 0.030), robot(3, 0, 0.040)
+    # All end after 2 + 24 + 10 ms, in time for the second; the two alone after 2 + 12 + 10, in time for both.
+    decision = deadline_limited(0.0, [*patient, first, second], LIMITS)
+    assert (decision.run, decision.refuse) == ((3,), ())
+
+
 def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothing() -> None:
     patient, hurried = robot(0, 1, 0.5), robot(1, 3, 0.0095)
     sharing = patient._replace(kind=2, ahead=ROUTE[3:])

@@ -89,12 +89,13 @@ class _Table:
             return []
         behind = [t for t in self.begun if self._spare_s(t, ends) >= 0.0]
         late = [t for t in self.begun if self._spare_s(t, ends) < 0.0]
-        alone: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
+        with_one: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
         for task in self.fresh:
             key = task.kind, task.ahead
-            if key not in alone:
-                alone[key] = self.forecast.ends(self.work.of(task).visits, 1)
-            if self._spare_s(task, alone[key]) < 0.0:
+            if key not in with_one:
+                with_one[key] = self.forecast.ends(self.work.of(task).visits, 1)
+            # One who makes others late where all go together is late for them.
+            if any(self._spare_s(t, with_one[key]) < 0.0 for t in (task, *behind)):
                 late.append(task)
         late.sort(key=urgency)
         for n in range(min(len(late), self.limits.batch_cap) if behind else 0, 0, -1):
