@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from stretto.layers import cublas_lt
+from stretto.layers.cuda.gated import TOKENS, product_for
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import cdiv, jit, programs, tl
+from stretto.layers.kernels.linear_activation import gated_candidates
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 try:
@@ -37,7 +39,7 @@ LARGE = (512, 1152)
 """Rows and inner width from which on the kernel won at every shape that was measured on an H200."""
 GEGLU_RULE = Tiling(128, 128, 128, 3, 8, 8, 1)
 PARTS = (1, 2, 4, 8, 16, 32)
-FIELDS = {**gemm.FIELDS, "parts": PARTS}
+FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "cuda"), "parts": PARTS, "tokens": TOKENS}
 DENSE_FIELDS: dict[str, tuple[int | str, ...]] = {"impl": ("cublas", "lt"), "algo": cublas_lt.CHOICES}
 
 
@@ -141,6 +143,11 @@ def _fused(
 def _run(
     choice: Config | None, x: Tensor, codes_NK: Tensor, bias_N: Tensor | None, scales: Scales, multiplier: Tensor, gated: bool
 ) -> Tensor:
+    if choice is not None and choice["impl"] == "cuda":
+        product = product_for(x, codes_NK) if gated else None
+        if product is not None:
+            return product.run(x, codes_NK, int(choice["tokens"]), scales, multiplier)
+        choice = None
     choice = (_geglu_rule(x) if gated else _gelu_rule(x, codes_NK)) if choice is None else choice
     if choice["impl"] == "triton":
         return _fused(x, codes_NK, bias_N, scales, multiplier, Tiling.of(choice), gated=gated)
@@ -199,7 +206,8 @@ def _candidates(key: Key, blocks: Sequence[tuple[int, int, int, int, int]]) -> l
 
 
 def _geglu_candidates(key: Key) -> list[Config]:
-    return _candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)])
+    own = gated_candidates(key, 1) if key[0] >= gemm.FEW_ROWS else []
+    return [*_candidates(key, [(128, 128, 128, 3, 8), (128, 128, 128, 4, 8)]), *own]
 
 
 def _gelu_candidates(key: Key) -> list[Config]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from stretto.layers import cublas_lt
+from stretto.layers.cuda.gated import FEATURES, TOKENS, product_for
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference, gelu_tanh, gelu_tanh_reference
@@ -68,6 +69,11 @@ def run_dense(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tenso
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
     """Run one choice; None is the rule. A product in parts is activated while it is still in the cache."""
+    if choice is not None and choice["impl"] == "cuda":
+        product = product_for(x, weight_2FK)
+        if product is not None:
+            return product.run(x, weight_2FK, int(choice["tokens"]))
+        choice = None
     choice = choice or _geglu_rule(x, weight_2FK)
     if choice is None or choice["impl"] == "cublas":
         parts = 1 if choice is None else int(choice["parts"])
@@ -107,6 +113,7 @@ def _geglu_candidates(key: Key) -> list[Config]:
     whole: list[Config] = [{"impl": "cublas", "parts": 1}]
     if key[0] < gemm.FEW_ROWS:
         return [*whole, *cublas_lt.candidates(8), *(Tiling(*cut, 8, 0).config for cut in FEW_ROW_BLOCKS)]
+    whole += gated_candidates(key, 2)
     if key[0] <= 1024:  # two programs a multiprocessor, and less height beyond the last row
         apart = ((64, 128, 64, 2, 4), (64, 128, 32, 4, 4), (128, 64, 64, 3, 4))
         own = [Tiling(128, 128, 64, 3, 8, 8, 1), *(Tiling(*cut, 8, 0) for cut in apart)]
@@ -114,6 +121,12 @@ def _geglu_candidates(key: Key) -> list[Config]:
     groups = (8,) if key[0] < 7000 else (8, 16)
     own = [Tiling(128, 128, 64, stages, 8, group, 1) for stages in (3, 4) for group in groups]
     return [*whole, *(t.config for t in own)]
+
+
+def gated_candidates(key: Key, bytes_each: int) -> list[Config]:
+    """Return the ways of the product in CUDA C++ at a shape, if it takes that."""
+    fits = key[1] * bytes_each % 128 == 0 and key[2] % FEATURES == 0
+    return [{"impl": "cuda", "tokens": n} for n in TOKENS] if fits else []
 
 
 def _dense_candidates(key: Key) -> list[Config]:
@@ -150,7 +163,7 @@ def _gelu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Te
 linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
 linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
 dense = FusedOp(dense_reference, dense_triton)
-_GEGLU_FIELDS = {**gemm.FIELDS, "parts": (1, 2, 4)}
+_GEGLU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "cuda"), "parts": (1, 2, 4), "tokens": TOKENS}
 _GELU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "lt", "triton")}
 TUNABLES = (
     Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),

@@ -1,0 +1,125 @@
+// The gated product of many rows behind one plain C function.
+#ifndef STRETTO_ON_HOST
+#include <cuda.h>
+#include <dlfcn.h>
+#endif
+#include "gated_product.cuh"
+
+namespace {
+
+using namespace gated;
+
+struct Call {
+    const char *x, *weight;
+    char* out;
+    const float *x_scale, *weight_scale, *multiplier;
+    int64_t rows, features, row_bytes, tokens, coded, clusters;
+};
+
+using Small = Cut<112, 4, false>;
+using Large = Cut<128, 4, false>;
+using SmallCoded = Cut<112, 4, true>;
+using LargeCoded = Cut<128, 4, true>;
+
+#ifndef STRETTO_ON_HOST
+template <class C>
+__global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1) product(const __grid_constant__ Given a) {
+    extern __shared__ __align__(1024) char shared[];
+    run<C>(a, shared);
+}
+
+using MakeMap = decltype(&cuTensorMapEncodeTiled);
+MakeMap maker() {
+    static const MakeMap found = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
+    }();
+    return found;
+}
+
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
+    const uint32_t each[5] = {1, 1, 1, 1, 1};
+    device::Map map{};
+    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
+                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (e != CUDA_SUCCESS) throw e;
+    return map;
+}
+
+template <class C>
+const char* launch(const Given& given, int clusters, void* stream) {
+    cudaLaunchConfig_t how{};
+    how.gridDim = dim3(unsigned(clusters * 2)), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES;
+    how.stream = static_cast<cudaStream_t>(stream);
+    const cudaError_t e = cudaLaunchKernelEx(&how, product<C>, given);
+    return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
+}
+
+template <class C>
+cudaError_t prepare(int* clusters) {
+    cudaError_t e = cudaFuncSetAttribute(product<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
+    if (e != cudaSuccess) return e;
+    cudaLaunchAttribute with[1];
+    with[0].id = cudaLaunchAttributeClusterDimension;
+    with[0].val.clusterDim.x = 2, with[0].val.clusterDim.y = 1, with[0].val.clusterDim.z = 1;
+    cudaLaunchConfig_t how{};
+    how.gridDim = dim3(2), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES, how.attrs = with, how.numAttrs = 1;
+    return cudaOccupancyMaxActiveClusters(clusters, product<C>, &how);
+}
+#else
+using device::map_of;
+
+template <class C>
+const char* launch(const Given& given, int clusters, void*) {
+    return host::launch(clusters * 2, THREADS, C::BYTES, [&given](char* shared) { run<C>(given, shared); }, 2);
+}
+#endif
+
+template <class C>
+const char* start(const Call& c, void* stream) {
+    // A coded row is seen as one of half as many numbers in bf16: copies only care for bytes.
+    const uint64_t columns = uint64_t(c.row_bytes) / 2, step = uint64_t(c.row_bytes), rows = uint64_t(c.rows), features = uint64_t(c.features);
+    Given a{};
+    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, 1, 1, 1});
+    a.x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
+    a.half_x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
+    a.out = c.out, a.x_scale = c.x_scale, a.weight_scale = c.weight_scale, a.multiplier = c.multiplier;
+    a.rows = int(c.rows), a.features = int(c.features), a.chunks = int(c.row_bytes / 128);
+    return launch<C>(a, int(c.clusters), stream);
+}
+
+}  // namespace
+
+// How many pairs of CTAs the device holds at once; null, or what went wrong.
+extern "C" const char* stretto_gated_prepare(int device, int* clusters) {
+    *clusters = 66;
+#ifndef STRETTO_ON_HOST
+    cudaError_t e = cudaSetDevice(device);
+    if (e == cudaSuccess) e = prepare<Small>(clusters);
+    if (e == cudaSuccess) e = prepare<Large>(clusters);
+    if (e == cudaSuccess) e = prepare<SmallCoded>(clusters);
+    if (e == cudaSuccess) e = prepare<LargeCoded>(clusters);
+    if (e != cudaSuccess) return cudaGetErrorString(e);
+    if (maker() == nullptr) return "the driver makes no maps of tensors";
+#endif
+    return nullptr;
+}
+
+// Words are those of `Call`, in its order; null, or what went wrong.
+extern "C" const char* stretto_gated_launch(const int64_t* words, void* stream) {
+    const Call c{reinterpret_cast<const char*>(words[0]), reinterpret_cast<const char*>(words[1]), reinterpret_cast<char*>(words[2]),
+                 reinterpret_cast<const float*>(words[3]), reinterpret_cast<const float*>(words[4]), reinterpret_cast<const float*>(words[5]),
+                 words[6], words[7], words[8], words[9], words[10], words[11]};
+#ifndef STRETTO_ON_HOST
+    try {
+#endif
+        if (c.coded) return c.tokens == 112 ? start<SmallCoded>(c, stream) : start<LargeCoded>(c, stream);
+        return c.tokens == 112 ? start<Small>(c, stream) : start<Large>(c, stream);
+#ifndef STRETTO_ON_HOST
+    } catch (CUresult) {
+        return "the driver refuses a tensor's map";
+    }
+#endif
+}
