@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.dispatch import FusedOp, implementation, triton_runs_on
+from stretto.cli.doctor import _fused_ops, _kernel_tables
+from stretto.layers.dispatch import FusedOp, implementation, triton_runs_on, why_not_triton
 from stretto.layers.kernels import (
     Modulation,
     ada_rms_norm,
@@ -237,6 +239,45 @@ def test_references_carry_gradients() -> None:
 def test_a_cpu_runs_the_reference_and_says_so() -> None:
     assert implementation(rms_norm, "cpu") == "reference"
     assert not triton_runs_on("cpu", None)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Pretend that `cuda:0` is of an architecture."""
+
+    def pretend(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "another card")
+        triton_runs_on.cache_clear()
+
+    yield pretend
+    triton_runs_on.cache_clear()
+
+
+def test_a_gpu_of_an_older_architecture_runs_the_reference_and_says_so(a_gpu: Callable[..., None]) -> None:
+    a_gpu(7, 5)
+    assert implementation(rms_norm, "cuda:0") == "reference"
+    assert why_not_triton("cuda", 0) == "the device is sm_75, kernels are for sm_80 and later"
+    said = {check.name: check.found for check in (_fused_ops("cuda:0"), *_kernel_tables("cuda:0"))}
+    assert "run as plain torch: the device is sm_75" in said["fused ops"]
+    assert said["kernel choice"].startswith("on cuda:0: the reference (the device is sm_75")
+    a_gpu(8, 9)
+    assert implementation(rms_norm, "cuda:0") == "triton"
+    assert why_not_triton("cuda", 0) is None
+
+
+def test_a_gpu_without_triton_or_with_it_switched_off_runs_the_reference_and_says_so(
+    a_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_gpu(9, 0)
+    monkeypatch.setenv("STRETTO_TRITON", "0")
+    assert implementation(rms_norm, "cuda:0") == "reference"
+    assert why_not_triton("cuda", 0) == "STRETTO_TRITON=0 switches them off"
+    monkeypatch.delenv("STRETTO_TRITON")
+    monkeypatch.setattr("stretto.layers.dispatch.triton_installed", lambda: False)
+    a_gpu(9, 0)
+    assert implementation(rms_norm, "cuda:0") == "reference"
+    assert why_not_triton("cuda", 0) == "triton is not installed"
 
 
 def test_without_triton_every_op_still_imports_and_runs_its_reference() -> None:

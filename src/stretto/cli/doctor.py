@@ -65,7 +65,7 @@ def _torch() -> list[Check]:
 def _fused_ops(device: str) -> Check:
     """Say which fused ops run as Triton kernels on a device, and which by their plain-torch reference."""
     from stretto.layers import kernels
-    from stretto.layers.dispatch import FusedOp, implementation, triton_installed
+    from stretto.layers.dispatch import FusedOp, implementation
 
     ops = {name: op for name in kernels.__all__ if isinstance(op := getattr(kernels, name), FusedOp)}
     fused = [name for name, op in ops.items() if implementation(op, device) == "triton"]
@@ -73,10 +73,10 @@ def _fused_ops(device: str) -> Check:
     said = [f"{kind}: {', '.join(names)}" for kind, names in (("triton", fused), ("torch", plain)) if names]
     if len(said) == 1:
         said = [f"all {len(ops)} run as {'triton kernels' if fused else 'plain torch'}"]
-    version = _version("triton")
-    advice = "" if triton_installed() else "pip install triton; without it every fused op runs as plain torch"
-    text = f"on {device}, triton {version or 'not installed'}; {'; '.join(said)}"
-    return Check("fused ops", bool(fused), text, advice if device != "cpu" else "")
+    why, version = _why_not_triton(device), _version("triton")
+    advice = "pip install triton" if device != "cpu" and version is None else ""
+    text = f"on {device}, triton {version or 'not installed'}; {'; '.join(said)}{f': {why}' if why else ''}"
+    return Check("fused ops", bool(fused), text, advice)
 
 
 def _expert_kernel(device: str) -> Check:
@@ -91,7 +91,7 @@ def _expert_kernel(device: str) -> Check:
         where = f"up to batch {CHAINED_UNTIL}, or as a kernel table says"
         return Check("expert kernel", True, f"CUDA C++, {where}: {said}")
     advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
-    return Check("expert kernel", False, f"none: {said}; layers run as five Triton kernels each", advice)
+    return Check("expert kernel", False, f"none: {said}; layers run as separate ops", advice)
 
 
 def _kernel_tables(device: str) -> list[Check]:
@@ -112,15 +112,18 @@ def _kernel_tables(device: str) -> list[Check]:
         for t in known.tables
     ]
     said = ", ".join(f"{op}: {f'{n} shapes from the table' if n else 'rule'}" for op, n in counts.items())
-    kind = "reference (no Triton)" if not _runs_triton(device) else said or "no op can be tuned"
-    return [*checks, Check("kernel choice", bool(known.tables), f"on {device}: {kind}", advice)]
+    why = _why_not_triton(device)
+    kind = f"the reference ({why})" if why else said or "no op can be tuned"
+    return [*checks, Check("kernel choice", bool(known.tables), f"on {device}: {kind}", "" if why else advice)]
 
 
-def _runs_triton(device: str) -> bool:
-    from stretto.layers.dispatch import implementation
-    from stretto.layers.kernels import rms_norm
+def _why_not_triton(device: str) -> str | None:
+    import torch
 
-    return implementation(rms_norm, device) == "triton"
+    from stretto.layers.dispatch import why_not_triton
+
+    place = torch.device(device)
+    return why_not_triton(place.type, place.index)
 
 
 def _egl() -> Check:

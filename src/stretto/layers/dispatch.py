@@ -30,9 +30,21 @@ def triton_installed() -> bool:
 @functools.cache
 def triton_runs_on(device_type: str, index: int | None) -> bool:
     """Tell whether Triton kernels run on a device; the answer is kept for the process."""
-    if device_type != "cuda" or not TRITON.read() or not triton_installed():
-        return False
-    return torch.cuda.get_device_capability(index) >= MIN_CAPABILITY
+    return why_not_triton(device_type, index) is None
+
+
+def why_not_triton(device_type: str, index: int | None) -> str | None:
+    """Say why Triton kernels do not run on a device; None where they do."""
+    if device_type != "cuda":
+        return "kernels are for GPUs"
+    if not TRITON.read():
+        return f"STRETTO_{TRITON.name}=0 switches them off"
+    if not triton_installed():
+        return "triton is not installed"
+    (major, minor), (least, _) = torch.cuda.get_device_capability(index), MIN_CAPABILITY
+    return (
+        None if (major, minor) >= MIN_CAPABILITY else f"the device is sm_{major}{minor}, kernels are for sm_{least}0 and later"
+    )
 
 
 class FusedOp(Generic[P, R]):
