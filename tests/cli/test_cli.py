@@ -97,6 +97,12 @@ def test_bench_times_a_checkpoint_at_the_checkpoints_own_shapes() -> None:
     assert "checkpoint: got a pi05 in pi05-metaworld, expected pi0" in done.stderr
 
 
+def test_tuning_on_a_cpu_is_refused_before_a_model_is_built() -> None:
+    done = run("bench", "pi0.5", "--tune", "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stderr == "error: device: got cpu, expected a GPU: elsewhere plain torch runs, and there is no choice\n"
+
+
 def test_a_taken_port_is_one_line_on_standard_error_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -58,7 +58,7 @@ def test_what_no_time_was_left_for_is_said_and_not_written() -> None:
 
 
 def test_tuning_a_policy_writes_a_table_of_the_shapes_that_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "build_preset", lambda name, **named: tiny()[0])
+    monkeypatch.setattr(tune, "build_policy", lambda *args: tiny()[0])
     monkeypatch.setattr(tune, "wanted_by", lambda *args: [("double", (4,), "float32"), ("double", (8,), "float32")])
     said: list[str] = []
     result = tune_model(TuneOptions(device="cpu", out=tmp_path / "t.json"), lambda row: said.append(row["op"]))
@@ -69,7 +69,7 @@ def test_tuning_a_policy_writes_a_table_of_the_shapes_that_it_runs(tmp_path: Pat
 
 
 def test_shapes_come_from_running_every_stage_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "build_preset", lambda name, **named: tiny()[0])
+    monkeypatch.setattr(tune, "build_policy", lambda *args: tiny()[0])
     monkeypatch.setattr(tune, "tunables", dict)
     # On a CPU every op runs its reference, so no shape asks for a choice.
     assert tune.wanted_by(TuneOptions(device="cpu", batches=(1, 2)), CPU, "float32") == []

@@ -24,7 +24,7 @@ class Args:
     model: Positional[str] = "pi0.5"
     """A preset (`pi0.5`, `pi0`, `wan2.1-1.3b`, ...): true shapes, seeded random weights."""
     checkpoint: Path | None = None
-    """Policies: time this checkpoint instead of random weights."""
+    """Policies: this checkpoint, at its own shapes, instead of random weights."""
     batch: Annotated[str, Comma] = "1"
     """Policies: batch sizes, one row of the result each."""
     prompt: int | None = None
@@ -52,8 +52,8 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
     precision: Literal["dtype", "fp8", "fp8-emulated"] = "dtype"
-    """Policies: as `stretto serve`; without a calibration beside the checkpoint, on scales of random inputs. World models: of
-    the products of their blocks, with a scale a row."""
+    """Policies: as `stretto serve`; without a calibration beside the checkpoint, on scales of random inputs.
+    World models: of the products of their blocks, with a scale a row."""
     warmup: int = 20
     n: int = 100
     """Policies: timed runs."""
@@ -127,12 +127,18 @@ def _world(args: Args) -> dict[str, Any]:
 
 
 def _tune(args: Args) -> int:
+    from stretto.core.errors import ConfigError
+    from stretto.deploy.device import resolve_device
     from stretto.deploy.tune import TuneOptions, tune_model
 
+    device = resolve_device(args.device)
+    if device.type != "cuda":
+        raise ConfigError("device", got=str(device), expected="a GPU: elsewhere plain torch runs, and there is no choice")
     height, width = pixels(args.size)
     chunks = itertools.product(numbers("chunk_frames", args.chunk_frames), numbers("window_frames", args.window_frames))
     options = TuneOptions(
         model=args.model,
+        checkpoint=args.checkpoint,
         batches=numbers("batch", args.batch),
         prompt=args.prompt,
         seconds=args.tune_seconds,
@@ -196,14 +202,12 @@ def _policy_table(rows: list[dict[str, Any]]) -> Table:
 
     stages = list(dict.fromkeys(s for row in rows for s in row["stages"]))
     title = ", ".join(str(rows[0][k]) for k in ("model", "dtype", "precision", "mode"))
-    names = ("batch", "tokens", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "memory")
+    names = ("batch", "tokens", "gpu p50", "gpu p99", "wall p50", "wall p99", *stages, "GiB")
     table = Table(*names, title=title, title_justify="left", box=None)
     for row in rows:
         times = [f"{row[k]:.2f}" for k in ("gpu_ms_p50", "gpu_ms_p99", "wall_ms_p50", "wall_ms_p99")]
         per_stage = [f"{row['stages'].get(s, 0.0):.2f}" for s in stages]
-        table.add_row(
-            str(row["batch"]), str(row["prefix_tokens"]), *times, *per_stage, f"{row['memory_bytes'] / 2**30:.2f} GiB"
-        )
+        table.add_row(str(row["batch"]), str(row["prefix_tokens"]), *times, *per_stage, f"{row['memory_bytes'] / 2**30:.2f}")
     return table
 
 

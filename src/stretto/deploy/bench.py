@@ -52,7 +52,7 @@ def bench_policy(options: BenchOptions) -> dict[str, Any]:
     mode = resolve_mode(options.mode, device)
     dtype = resolve_dtype(options.dtype, device)
     check_precision(options.precision, device, dtype)
-    model = _build(options, device, dtype)
+    model = build_policy(options.model, options.checkpoint, device, dtype)
     calibrated = {} if options.precision == "dtype" else {"calibration": _use_fp8(model, options, device)}
     rows = [_row(model, options, batch, device, mode, dtype) for batch in options.batches]
     return {**provenance(device), **calibrated, "rows": rows, "kernels": choices(device).report()}
@@ -66,14 +66,20 @@ def _use_fp8(model: Any, options: BenchOptions, device: torch.device) -> dict[st
     return {"coded_bytes": use_fp8(model, calibration), **calibration.describe()}
 
 
-def _build(options: BenchOptions, device: torch.device, dtype: str) -> Any:
-    if options.checkpoint is None:
-        return build_preset(options.model, device=str(device), dtype=dtype)
-    config = read_network(options.checkpoint)
-    if config.family != options.model.replace(".", ""):
-        raise ConfigError("checkpoint", got=f"a {config.family} in {options.checkpoint}", expected=options.model)
+def build_policy(name: str, checkpoint: Path | None, device: torch.device, dtype: str) -> Any:
+    """Return a policy with the weights of a checkpoint, or a preset with random ones.
+
+    Raises:
+        ConfigError: if the preset is not known, or the checkpoint is of another model.
+        CheckpointError: if the checkpoint cannot be loaded.
+    """
+    if checkpoint is None:
+        return build_preset(name, device=str(device), dtype=dtype)
+    config = read_network(checkpoint)
+    if config.family != name.replace(".", ""):
+        raise ConfigError("checkpoint", got=f"a {config.family} in {checkpoint}", expected=name)
     model = build(config, device=device, dtype=dtype)
-    load_weights(model, find_checkpoint(options.checkpoint))
+    load_weights(model, find_checkpoint(checkpoint))
     return model
 
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import ConfigError
-from stretto.deploy.bench import sized_inputs
+from stretto.deploy.bench import build_policy, sized_inputs
 from stretto.deploy.calibration import calibrate_at_random
 from stretto.deploy.device import resolve_device, resolve_dtype
-from stretto.deploy.models import build_preset
 from stretto.deploy.precision import check_precision, use_fp8
 from stretto.deploy.profile import SAMPLE
 from stretto.deploy.provenance import commit
@@ -53,6 +52,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class TuneOptions:
     model: str = "pi0.5"
+    checkpoint: Path | None = None
+    """Policies: tune the shapes of this one (its cameras, its chunk) instead of the preset's."""
     batches: tuple[int, ...] = (1,)
     prompt: int | None = None
     """Policies: real prompt tokens; every bucket by default, the longest first."""
@@ -73,6 +74,7 @@ def tune_model(options: TuneOptions, said: Callable[[Row], None] = lambda row: N
 
     Raises:
         ConfigError: if the model is unknown, or the file holds a table of another device or other versions.
+        CheckpointError: if the checkpoint cannot be loaded.
     """
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -129,7 +131,7 @@ def wanted_by(options: TuneOptions, device: torch.device, dtype: str) -> list[Wa
 
 def _run_policy(options: TuneOptions, device: torch.device, dtype: str) -> None:
     check_precision(options.precision, device, dtype)
-    model: Any = build_preset(options.model, device=str(device), dtype=dtype)
+    model: Any = build_policy(options.model, options.checkpoint, device, dtype)
     if options.precision != "dtype":
         use_fp8(model, calibrate_at_random(model, str(device), count=1))
     buckets = model.buckets[0]
