@@ -21,15 +21,16 @@ class PolicyFlags:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     mode: Literal["auto", "graph", "eager"] = "auto"
     precision: Literal["dtype", "fp8", "fp8-emulated"] = "dtype"
-    """fp8 multiplies in e4m3: faster on GPUs that have it, and needs scales from `stretto calibrate`. fp8-emulated computes the
-    same numbers on any device, slowly."""
+    """fp8 multiplies in e4m3: faster on GPUs that have it, and needs scales from `stretto calibrate`.
+    fp8-emulated computes the same numbers on any device, slowly."""
     fp8_scales: Path | None = None
     """With fp8: the calibration; fp8_scales.json beside the checkpoint by default."""
     fp8_shadow: int = 0
     """With fp8: run one request in so many a second time without it, and show the difference at /metrics."""
     plan: Literal["auto", "whole", "per_visit", "overlapped"] = "auto"
-    """One segment for the lowest latency of one robot, robots joining and leaving batches between denoise steps, or the
-    denoise loop of some beside vision and prefix of others."""
+    """whole: one segment, the lowest latency of one robot.
+    per_visit: robots join and leave batches between denoise steps.
+    overlapped: the denoise loop of some beside vision and prefix of others."""
     lane_sms: tuple[int, ...] = ()
     """With overlapped on a GPU: multiprocessors of each lane while both are at work, such as 88 44; else they take turns."""
     max_batch: int = 8
@@ -37,8 +38,8 @@ class PolicyFlags:
     dispatch: str | None = None
     """Order of waiting work: deadline_limited (the default), earliest_deadline_first, fill_first, ..."""
     rtc: tuple[Literal["identity", "vjp", "hard"], ...] | None = None
-    """Modes of real-time chunking to offer; by default identity, and hard where the checkpoint was trained for it. vjp makes
-    every denoise step slower."""
+    """Modes of real-time chunking to offer; by default identity, and hard where the checkpoint was trained for it.
+    vjp makes every denoise step slower."""
     control_hz: float | None = None
     """Control rate of the robots; deadlines then follow from the steps that requests name."""
     max_delay: int | None = None

@@ -52,7 +52,7 @@ def _print(points: Sequence[Point]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for name in ("trace", "mode", "X", "seq%", "lap%", "p50", "p99", "margin", "miss%", "limit"):
-        table.add_column(name, no_wrap=name == "trace")
+        table.add_column(name, no_wrap=name != "trace", overflow="fold")
     for p in points:
         p50, p99 = p.forms["critical_p50"].latency_ms, p.forms["critical_p99"].latency_ms
         rates = (f"{p.x:.2f}", f"{100 * p.y_sequential:.0f}", f"{100 * p.y_overlap:.0f}")
