@@ -140,7 +140,7 @@ def main() -> int:
         "--cells", help="batch:prompt or batch:prompt:bf16, with commas; in place of every batch with every prompt"
     )
     parser.add_argument("--new", nargs="*", default=(), help="of these ops leave out shapes that a shipped table knows")
-    parser.add_argument("--only", default="", help="tune only ops whose name contains this")
+    parser.add_argument("--only", nargs="+", default=("",), help="tune only ops whose name contains one of these")
     parser.add_argument("--without", nargs="*", default=(), help="ops to leave out")
     parser.add_argument("--no-stages", action="store_true", help="only tune; no model is built")
     parser.add_argument("--no-tune", action="store_true", help="only the stages")
@@ -170,7 +170,7 @@ def main() -> int:
         w
         for cell in cells
         for w in shapes(config, *cell, dtype)
-        if args.only in w[0] and w[0] not in args.without and (w[2] != CODED or cell in coded)
+        if any(part in w[0] for part in args.only) and w[0] not in args.without and (w[2] != CODED or cell in coded)
     ]
     known = choices(device).known
     order = [w for w in dict.fromkeys(order) if w not in known or w[0] not in args.new]

@@ -21,7 +21,7 @@ from stretto.layers.part import part
 from stretto.layers.tuning import Config
 
 E4M3 = torch.float8_e4m3fn
-LISTED = 16
+LISTED = 32
 WORKSPACE_BYTES = 32 * 2**20
 CHOICES = tuple(range(LISTED))
 

@@ -212,11 +212,11 @@ def _geglu_candidates(key: Key) -> list[Config]:
 
 def _gelu_candidates(key: Key) -> list[Config]:
     blocks = [(128, 256, 128, 3, 8)]
-    return [*cublas_lt.candidates(12), *_candidates(key, blocks)]
+    return [*cublas_lt.candidates(24), *_candidates(key, blocks)]
 
 
 def _dense_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, *cublas_lt.candidates(12)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(24)]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:

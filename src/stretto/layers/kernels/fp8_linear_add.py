@@ -69,7 +69,7 @@ def _run_with_norm(
 
 
 def _candidates(key: Key) -> list[Config]:
-    listed = cublas_lt.candidates(10)
+    listed = cublas_lt.candidates(24)
     return [{"impl": "cublas"}, *listed, *({**choice, "impl": "lt_sum"} for choice in listed)]
 
 

@@ -132,7 +132,7 @@ def gated_candidates(key: Key, bytes_each: int) -> list[Config]:
 def _dense_candidates(key: Key) -> list[Config]:
     # No tile of ours was faster than cuBLAS's at a plain product of many rows.
     own = [Tiling(*cut, 8, 0).config for cut in FEW_ROW_BLOCKS] if key[0] < gemm.FEW_ROWS else []
-    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *own]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(24), *own]
 
 
 def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ def _dense_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[T
 
 
 def _gelu_candidates(key: Key) -> list[Config]:
-    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(12)]
+    return [{"impl": "cublas"}, {"impl": "cublas_gelu"}, *cublas_lt.candidates(24)]
 
 
 def _geglu_inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

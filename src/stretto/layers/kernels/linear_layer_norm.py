@@ -83,7 +83,7 @@ def run(
 
 def _candidates(key: Key) -> list[Config]:
     summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
-    return [{"impl": "cublas"}, *cublas_lt.candidates(12), *summed]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(24), *summed]
 
 
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:

@@ -58,7 +58,7 @@ def _rule(x: Tensor, weight_DK: Tensor) -> Config:
 
 def _candidates(key: Key) -> list[Config]:
     summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
-    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(12), *summed]
+    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(24), *summed]
     if key[0] > 1024:
         return found
     blocks = ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (64, 128, 64, 4, 4))

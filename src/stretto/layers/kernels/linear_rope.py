@@ -312,7 +312,7 @@ def _supports(
 
 def _candidates(key: Key) -> list[Config]:
     half = key[4] // 2
-    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(10)]
+    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(24)]
     # The kernel rotates what the product has not rounded, so its bits are others: one way for all sizes of a prefix, and for
     # many rows that is cuBLAS.
     few = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 32, 64, 3, 4), (128, 64, 64, 3, 4))
