@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.processors.openpi import MANIFEST, read_manifest, read_network_table
+from stretto.processors.presets import PRESETS, key_map
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -17,6 +20,31 @@ def test_the_add_a_model_page_runs_as_written() -> None:
     blocks = FENCE.findall(page.read_text())
     assert len(blocks) >= 3
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "add_a_model"})
+
+
+def test_the_files_that_the_checkpoints_page_shows_are_read_as_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (tmp_path / MANIFEST).write_text(_block(page, "json"))
+    said = read_manifest(tmp_path)
+    assert [s.width for s in key_map(said["keys"]).state] == [7, 1]
+    assert len(said["relative"]) == said["action_dim"]
+    (tmp_path / "robot.toml").write_text(_block(page, "toml"))
+    keys = key_map(tmp_path / "robot.toml")
+    assert {"cam/front", "cam/wrist", "arm/joints", "arm/gripper", "instruction", "cam/debug"} == keys.known
+    (tmp_path / MANIFEST).write_text("{" + re.findall(r'`("network": .+?)`', page)[0] + "}")
+    assert read_network_table(tmp_path) == {"vision_heads": 8}
+
+
+def test_the_checkpoints_page_lists_every_preset_with_its_keys() -> None:
+    rows = [line.split("|") for line in (ROOT / "docs" / "checkpoints.md").read_text().splitlines()]
+    for name, keys in PRESETS.items():
+        (row,) = [r for r in rows if len(r) == 6 and r[1].strip() == f"`{name}`"]
+        named = [set(re.findall(r"`(.+?)`", cell)) for cell in row[2:5]]
+        assert named == [{i.key for i in keys.images}, {s.key for s in keys.state}, {keys.prompt}]
+
+
+def _block(page: str, language: str) -> str:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
