@@ -52,11 +52,21 @@ def two_whole(route: Route, device: str, mode: Mode) -> Plan:
     return Plan("two_whole", (Device(device),), classes, {device: 1}, mode=mode)
 
 
+def catching_up(route: Route, device: str, mode: Mode) -> Plan:
+    """Plan one lane where whoever comes first waits for the other before the loop, which both then run together."""
+    stages = [v.stage for v in route.visits]
+    first = [i for i, stage in enumerate(stages) if i and stage != stages[i - 1]]
+    placements = tuple(Placement(s, device) for s in route.cut(first))
+    plan = Plan("catching_up", (Device(device),), {"default": placements}, {device: 2}, mode=mode)
+    return plan.with_dispatch("fill_first")
+
+
 def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
     """Return the plans to compare, by what they do."""
     together, apart = (overlapped(route, device, mode=mode, between_visits=visits) for visits in (False, True))
     return {
         "one lane, whole route": whole(route, device, mode=mode),
+        "one lane, a batch of two": catching_up(route, device, mode),
         "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),

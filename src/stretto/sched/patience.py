@@ -1,8 +1,8 @@
 """How long a batch may hold up whoever comes next, from the deadlines that streams had of late.
 
 A device takes up its next batch only when the one in hand ends, and with a host that launches ahead one more is behind it. So
-a robot that comes a moment too late waits for two. With batches of a little less than half its spare time it is still on time,
-and so is another one in a hurry that comes with it.
+a robot that comes a moment too late waits for two. With batches of a quarter of its spare time it is still on time, and so is
+another one in a hurry that comes with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 REMEMBERED_S = 5.0
-SHARE = 0.4
+SHARE = 0.25
 """Of the spare time of the tightest robot, what one batch may take."""
 
 
