@@ -19,6 +19,7 @@ from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
 from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -100,6 +101,13 @@ def test_a_product_split_over_its_inner_width_is_summed_by_the_norm_after_it(spl
     want = linear_add_layer_norm.reference(x, weight, bias, residual, norm[0], norm[1], 1e-6)
     for a, b in zip(got, want, strict=True):
         agree(a, b)
+
+
+@kernel_test
+def test_a_prefix_begins_with_image_tokens_and_scaled_words_bit_for_bit() -> None:
+    image, embed = normal(2, 5, 48), normal(30, 48, seed=1)
+    words = torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    assert torch.equal(prefix_stream(image, words, embed), prefix_stream.reference(image, words, embed))
 
 
 @kernel_test

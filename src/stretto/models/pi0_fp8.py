@@ -9,19 +9,18 @@ Shape legend: as in pi0_net.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from stretto.core.errors import ConfigError
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
+from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_expert import ExpertNorms, GemmaBlock
@@ -107,8 +106,7 @@ class Fp8Net:
     def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
         """Write keys and values of every layer to the arena, as `Prefix`."""
         prefix, eps, dims = self.net.prefix, self.net.prefix.eps, self.config.language
-        text = embedding(tokens_BL, prefix.embed) * math.sqrt(prefix.embed.shape[1])
-        residual = torch.cat((image_tokens_BID, text), dim=1).float()
+        residual = prefix_stream(image_tokens_BID, tokens_BL, prefix.embed)
         table = rotary_table(mask_BP.cumsum(-1) - 1, dims.head_dim, self.config.rope_theta)
         takers = [*(its.qkv for its in self._prefix), self._last_kv]
         x, residual = takers[0].rms_normed(residual, None, prefix.attention_norms[0], eps)

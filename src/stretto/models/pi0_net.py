@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
 
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
@@ -24,6 +24,7 @@ from stretto.layers.kernels.fold import ShiftLines, shifted_products
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_rms_norm import linear_add_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.rms_norm import rms_norm
 from stretto.layers.kernels.stream import open_stream
 from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
@@ -84,13 +85,12 @@ class Prefix(nn.Module):
         self.mlp_norms = nn.ParameterList(torch.empty(dims.width) for _ in range(dims.depth - 1))
 
     def forward(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
-        text = embedding(tokens_BL, self.embed) * math.sqrt(self.embed.shape[1])
         # The sum over layers is kept in fp32: rounding it to bf16 is most of what differs between batch sizes.
-        residual = torch.cat((image_tokens_BID, text), dim=1).float()
+        residual = prefix_stream(image_tokens_BID, tokens_BL, self.embed)
         positions_BP = mask_BP.cumsum(-1) - 1
         blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
         table = rotary_table(positions_BP, blocks[0].dims.head_dim, blocks[0].theta)
-        x = rms_norm(residual, self.attention_norms[0], self.eps, dtype=text.dtype)
+        x = rms_norm(residual, self.attention_norms[0], self.eps, dtype=self.embed.dtype)
         for i, block in enumerate(blocks):
             last = i == len(blocks) - 1
             if isinstance(keep, PrefixArena):

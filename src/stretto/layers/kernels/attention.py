@@ -217,7 +217,7 @@ def prefix_rule(q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, mask_BP: Tensor)
     if tokens < 256 or head_dim != 256 or not (gemm.on_hopper(q_BTHd) and tma.takes(q_BTHd, k_SPKd, v_SPKd, mask_BP)):
         return None
     tiles = batch * cdiv(tokens * heads, 128)
-    return tma.Tiling(*((64, 32, 4, 3) if tiles < multiprocessors(q_BTHd) else (128, 64, 8, 2))).config
+    return tma.Tiling(*((64, 64, 4, 3) if tiles < multiprocessors(q_BTHd) else (128, 64, 8, 2))).config
 
 
 def _fresh_call(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, *, key_mask_BN: Tensor | None = None, **_: object) -> bool:
