@@ -58,6 +58,35 @@ def test_a_scenario_file_is_read_and_a_bad_one_named(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('models = "wan2.2-5b"', "models: got 'wan2.2-5b', expected a list of names"),
+        ('models = ["wan2.2-5b"]\nshape = 3', "shape: got 3"),
+        ('models = ["wan2.2-5b"]\n[shape]\nsteps = "x"', "shape.steps: got 'x'"),
+        ('models = ["wan2.2-5b"]\n[shape]\nsteps = 2.5', "shape.steps: got 2.5"),
+        ("mix = 5", "mix: got 5"),
+        ('models = ["wan2.2-5b"]\ninterval_ms = "5"', "interval_ms: got '5'"),
+        ("models = [", "expected a TOML or JSON file"),
+        ("\xff", "expected a TOML or JSON file"),
+    ],
+)
+def test_a_damaged_scenario_file_is_one_line_that_names_the_entry(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(f"gpus = 2\n{text}\n".encode("latin-1"))
+    assert main(["plan", "--scenario", str(file)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_intervals_above_the_promise_while_queues_fill_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "24", "--models", "ltx-2.5-22b", "--interval-ms", "1600"]) == 0
+    assert "ltx-2.5-22b: intervals are still above the promise by portfolio, while" in capsys.readouterr().out
+    assert main(["plan", "--gpus", "2", "--models", "wan2.1-1.3b", "--interval-ms", "1600"]) == 0
+    assert "above the promise" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--scenario", "nowhere"], "seed-24gpu"),
@@ -66,6 +95,14 @@ def test_a_scenario_file_is_read_and_a_bad_one_named(tmp_path: Path, capsys: pyt
         (["--gpus", "1", "--models", "wan2.2-5b", "--interval-ms", "1"], "no plan is faster than"),
         (["--scenario", "seed-1gpu", "--compare", "luck"], "luck"),
         (["--scenario", "seed-1gpu", "--device", "abacus"], "abacus"),
+        (["--scenario", "seed-1gpu", "--response-ms", "10"], "response_ms: got 10"),
+        (["--scenario", "seed-1gpu", "--interval-ms", "inf"], "interval_ms: got inf"),
+        (["--scenario", "seed-1gpu", "--intervals", "0"], "intervals: got 0"),
+        (["--scenario", "seed-1gpu", "--noise", "nan"], "noise: got nan"),
+        (["--scenario", "seed-1gpu", "--picture", "no/such/folder/p.png"], "picture: got no/such/folder/p.png"),
+        (["--scenario", "seed-1gpu", "--out", "no/such/folder/p.json"], "out: got no/such/folder/p.json"),
+        (["--scenario", "seed-1gpu", "--profile", "no-such-profile.json"], "profile: got no-such-profile.json"),
+        (["--scenario", "seed-1gpu", "--check", "no-such-plan.json"], "check: got no-such-plan.json"),
         ([], "--gpus"),
     ],
 )

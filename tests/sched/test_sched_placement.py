@@ -1,7 +1,9 @@
 """Placement: what is admitted fits, what equal partition takes is taken, and the same input gives the same plan."""
 
 import itertools
+import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -268,6 +270,24 @@ def test_a_plan_edited_by_hand_is_checked_for_route_precedence_and_memory() -> N
         check_plan(profile, replace(plan, devices=small))
     with pytest.raises(ConfigError, match="dispatch"):
         check_plan(profile, plan.with_dispatch("whatever"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"in_flight": "2"}, "in_flight: got '2', expected a whole number"),
+        ({"devices": [{"name": ["gpu:0"]}]}, "devices[0][name]"),
+        ({"devices": [{"name": "gpu:0", "memory": 5}]}, "devices[0]: got key 'memory'"),
+        ({"classes": {"default": [{"segment": {"start": 0, "stop": None}, "device": "gpu:0"}]}}, "[segment][stop]: got None"),
+        ({"batch_caps": 4}, "batch_caps: got 4, expected an object"),
+        ({"pace_s": {"default": True}}, "pace_s[default]: got True"),
+        ({"mode": "fast"}, "mode: got 'fast'"),
+    ],
+)
+def test_a_plan_edited_by_hand_may_not_hold_values_of_another_type(change: dict[str, object], says: str) -> None:
+    raw = json.loads(by_block(toy(), pool(2)).to_json())
+    with pytest.raises(PlanError, match=re.escape(says)):
+        Plan.from_json(json.dumps(raw | change))
 
 
 def test_simulating_a_plan_twice_gives_the_same_figures() -> None:

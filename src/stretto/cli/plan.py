@@ -67,6 +67,7 @@ def run(args: Args) -> int:
     from stretto.sched.sim_state import Weather
     from stretto.sched.verify import Trial
 
+    _usable(args)
     scenario = _scenario(args)
     profiles = _profiles(args, scenario)
     if args.check is not None:
@@ -91,6 +92,24 @@ def run(args: Args) -> int:
     else:
         _table(head, found, methods)
     return 0
+
+
+def _usable(args: Args) -> None:
+    """Refuse what would only show after the planning."""
+    from stretto.core.errors import ConfigError
+
+    if args.intervals < 4:
+        raise ConfigError("intervals", got=args.intervals, expected="4 or more: a third of them are to warm up")
+    if not 0.0 <= args.noise < 1.0:
+        raise ConfigError("noise", got=args.noise, expected="a share of stage times, from 0 to below 1")
+    for path in (p for p in (*args.profile, args.check) if p is not None):
+        if not path.is_file():
+            raise ConfigError("profile" if path in args.profile else "check", got=str(path), expected="a JSON file")
+    for name, target in (("out", args.out), ("picture", args.picture)):
+        if target is not None and not target.parent.is_dir():
+            raise ConfigError(name, got=str(target), expected=f"a file in a folder that is there, {target.parent} is not")
+    if args.plans is not None and args.plans.exists() and not args.plans.is_dir():
+        raise ConfigError("plans", got=str(args.plans), expected="a folder")
 
 
 def _scenario(args: Args) -> Scenario:
@@ -141,7 +160,7 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         raw = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as e:
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as e:
         raise ConfigError("scenario", got=f"{path} ({e})", expected="a TOML or JSON file") from e
     if not isinstance(raw, dict):
         raise ConfigError("scenario", got=type(raw).__name__, expected="a table of keys")
@@ -209,20 +228,25 @@ def _table(head: dict[str, Any], found: list[Row], methods: tuple[str, ...]) -> 
     from stretto.sched.measured import describe
 
     columns = ("model", "method", "streams", "bound", "interval", "response", "busy")
-    title = f"{head['scenario']} ({head['profile']}); milliseconds, p50/p99"
-    table = Table(*columns, title=title, box=None, padding=(0, 1))
+    title = f"{head['scenario']} ({head['profile']}); milliseconds, mean (p50/p99) and p50/p99"
+    table = Table(*columns, title=title, box=None, padding=(0, 1, 0, 0))
     for row in found:
         for method in methods:
             first = method == methods[0]
             bound = f"{row.bound} ({row.bound_by})" if first else ""
             pairs = [_pair(t.get(method)) for t in (row.interval_ms, row.response_ms)]
             busy = f"{row.utilisation[method]:.0%}" if method in row.utilisation else "-"
+            if method in row.mean_interval_ms:
+                pairs[0] = f"{row.mean_interval_ms[method]:.0f} ({pairs[0]})"
             table.add_row(row.model if first else "", method, str(row.streams[method]), bound, *pairs, busy)
     console = Console()
     console.print(table)
     for row in found:
         console.print(f"{row.model}: {describe(row.profile)}", soft_wrap=True, style="dim")
     for row in found:
+        if row.behind:
+            note = f"{row.model}: intervals are still above the promise by {', '.join(row.behind)}, while queues fill"
+            console.print(f"{note}; no player with one chunk in hand has waited; look longer with --intervals", soft_wrap=True)
         if row.refusal:
             console.print(f"one by one, the first to be refused: {row.refusal}", soft_wrap=True)
         for name, value in row.extra.items():

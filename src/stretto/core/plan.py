@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stretto.core.errors import PlanError
 from stretto.core.route import Route, Segment
@@ -156,6 +156,8 @@ class Plan:
         if not isinstance(raw, dict) or set(raw) - known or not {"kind", "devices", "classes"} <= set(raw):
             got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
             raise PlanError("plan", got=got, expected=f"an object with keys among {sorted(known)}")
+        for name, value in raw.items():
+            _check(name, value, _FORM[name])
         try:
             devices = tuple(Device(**d) for d in raw.pop("devices"))
             classes = {
@@ -170,6 +172,47 @@ class Plan:
             raise PlanError(
                 "plan", got=f"a malformed entry ({e})", expected="devices and placements as `to_json` writes them"
             ) from e
+
+
+_PLACEMENT = {"segment": {"start": int, "stop": int}, "device": str, "lane": int}
+_FORM: Mapping[str, Any] = {
+    "kind": str,
+    "devices": [{"name": str, "node": str, "memory_bytes": int}],
+    "classes": {"*": [_PLACEMENT]},
+    "batch_caps": {"*": int},
+    "in_flight": int,
+    "credits": {"*": int},
+    "pace_s": {"*": float},
+    "admission": [int],
+    "dispatch": str,
+    "mode": get_args(Mode),
+    "shapes": {"*": [int]},
+    "ahead": int,
+    "lane_sms": {"*": [int]},
+}
+"""What a plan's JSON is made of: `[form]` is a list, `{"*": form}` an object with any keys, a tuple the values it can have."""
+
+
+def _check(where: str, value: Any, form: Any) -> None:
+    """Check a value read from JSON against its form.
+
+    Raises:
+        PlanError: naming the entry.
+    """
+    if isinstance(form, list | dict):
+        if not isinstance(value, type(form)):
+            raise PlanError(where, got=repr(value), expected="a list" if isinstance(form, list) else "an object")
+        for key, some in enumerate(value) if isinstance(value, list) else value.items():
+            inner = form[0] if isinstance(form, list) else form.get(key, form.get("*"))
+            if inner is None:
+                raise PlanError(where, got=f"key {key!r}", expected=f"keys among {sorted(form)}")
+            _check(f"{where}[{key}]", some, inner)
+    elif isinstance(form, tuple):
+        if value not in form:
+            raise PlanError(where, got=repr(value), expected=f"one of {form}")
+    elif isinstance(value, bool) or not isinstance(value, int | float if form is float else form):
+        expected = {int: "a whole number", float: "a number", str: "text"}[form]
+        raise PlanError(where, got=repr(value), expected=expected)
 
 
 def whole(route: Route, device: str, *, batch_cap: int = 1, mode: Mode = "eager", stream_class: str = "default") -> Plan:

@@ -47,6 +47,12 @@ class Row:
     """Why the first stream that found no place was refused, by the portfolio."""
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def behind(self) -> list[str]:
+        """Return the methods whose streams come further apart than promised, on average over the time that was simulated."""
+        promised = {m: next(iter(p.placed.values())).spec.interval_s * 1e3 for m, p in self.packed.items() if p.placed}
+        return [m for m, mean in self.mean_interval_ms.items() if m in promised and mean > 1.005 * promised[m]]
+
     def short(self) -> dict[str, Any]:
         p99 = {m: _rounded(v[1]) for m, v in self.interval_ms.items()}
         return {
@@ -115,9 +121,9 @@ def _row(scenario: Scenario, profile: Profile, model: str, methods: Sequence[str
     for method in methods:
         _enter(row, method, pack(devices, {model: profile}, specs, method, trial))
     if not any(row.streams.values()):
-        raise ConfigError(
-            "interval_ms", got=scenario.interval_ms, expected="a promise that one stream can be given", hint=row.refusal
-        )
+        response = "not enough response" in row.refusal
+        name, got = ("response_ms", scenario.response_ms) if response else ("interval_ms", scenario.interval_ms)
+        raise ConfigError(name, got=got, expected="a promise that one stream can be given", hint=row.refusal)
     if scenario.single:
         row.extra["single_stream"] = single_stream(profile, devices)
     if scenario.depth:

@@ -14,6 +14,10 @@ from stretto.sched.hardware import hardware
 FIVE = ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b", "ltx-2.5-22b", "minimax-h3-33b")
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What to plan.
@@ -40,18 +44,31 @@ class Scenario:
     """Also report one stream with a (step, block) a device."""
 
     def __post_init__(self) -> None:
+        for name in ("gpus", "gpus_per_node"):
+            if not _whole(getattr(self, name)):
+                raise ConfigError(name, got=repr(getattr(self, name)), expected="a whole number")
         if self.gpus < 1:
             raise ConfigError("gpus", got=self.gpus, expected="1 or more: an empty pool holds no stream")
         if self.gpus_per_node < 1:
             raise ConfigError("gpus_per_node", got=self.gpus_per_node, expected="1 or more")
         for name in ("interval_ms", "response_ms"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or math.isnan(value) or value <= 0:
-                raise ConfigError(name, got=value, expected="more than 0 milliseconds")
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value <= 0:
+                raise ConfigError(name, got=repr(value), expected="more than 0 milliseconds")
+        if math.isinf(self.interval_ms):
+            raise ConfigError("interval_ms", got=self.interval_ms, expected="a finite number of milliseconds")
+        for name in ("mix", "shape"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(name, got=repr(getattr(self, name)), expected="a table")
+        for name, size in self.shape.items():
+            if isinstance(size, bool) or not isinstance(size, int | float) or not math.isfinite(size):
+                raise ConfigError(f"shape.{name}", got=repr(size), expected="a number")
+            if name in ("steps", "frames_per_chunk", "window_frames") and not _whole(size):
+                raise ConfigError(f"shape.{name}", got=size, expected="a whole number")
         if bool(self.models) == bool(self.mix):
             raise ConfigError("models", got=f"models {list(self.models)}, mix {dict(self.mix)}", expected="one of the two")
         for model, count in self.mix.items():
-            if not isinstance(count, int) or count < 1:
+            if not _whole(count) or count < 1:
                 raise ConfigError(f"mix[{model}]", got=count, expected="1 stream or more")
         hardware(self.device)
 
@@ -93,10 +110,10 @@ def scenario_from(raw: Mapping[str, Any], name: str) -> Scenario:
     if "gpus" not in raw:
         raise ConfigError("gpus", got="nothing", expected="the number of devices of the pool")
     values = {"name": name, **raw}
-    values["models"] = tuple(values.get("models", ()))
-    for key in ("gpus", "gpus_per_node"):
-        if key in values and not isinstance(values[key], int):
-            raise ConfigError(key, got=repr(values[key]), expected="a whole number")
+    models = values.get("models", ())
+    if not isinstance(models, list | tuple) or not all(isinstance(model, str) for model in models):
+        raise ConfigError("models", got=repr(models), expected="a list of names")
+    values["models"] = tuple(models)
     try:
         return Scenario(**values)
     except TypeError as e:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.core.plan import Device, Plan
 from stretto.sched.batching import worthwhile_cap
 from stretto.sched.cluster import Cluster, Placed, StreamSpec
 from stretto.sched.columns import Columns
 from stretto.sched.dispatch import ring_cap
+from stretto.sched.hardware import CPU
 from stretto.sched.outcome import Outcome, quantile
 from stretto.sched.plans import of_ranks, quantum_of
 from stretto.sched.profile import Profile
@@ -100,7 +101,7 @@ def to_plans(
         caps = {d: profile.max_batch if greedy else cap[d] if batching else 1 for d in here}
         ranks = {name: p.ranks for name, p in mine.items()}
         used = [d for d in devices if d.name in caps]
-        plans[model] = of_ranks(
+        plan = of_ranks(
             profile,
             used,
             ranks,
@@ -112,6 +113,8 @@ def to_plans(
             pace_s={n: min(p.spec.response_s, profile.work_s) for n, p in mine.items()},
             dispatch=dispatch,
         )
+        # As it will run: with several streams on a device, few batches have graphs of their own.
+        plans[model] = replace(plan, mode="eager" if profile.device == CPU.name else "graph")
     return plans
 
 
