@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from stretto.core.errors import CheckpointError, ConfigError
 from stretto.core.policy import RequestOptions
-from stretto.deploy.checkpoint import read_network
+from stretto.deploy.checkpoint import open_checkpoint, read_network
 from stretto.deploy.describe import describe
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.models.pi0 import build
@@ -86,6 +86,22 @@ def test_an_export_that_claims_another_family_is_refused(layouts: tuple[Path, Pa
     (folder / "stretto.json").write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match="family: network pi05, processor pi0"):
         load_policy(folder, PolicyOptions(**QUICK))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", [{"optional_cameras": ("observation/wrist_image",)}, {"pad_state_bins": True}])
+def test_an_option_of_the_other_layout_is_refused_rather_than_ignored(
+    option: dict[str, Any], layouts: tuple[Path, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        load_policy(layouts[1], PolicyOptions(**QUICK, **option))
+
+
+def test_a_state_padded_in_the_prompt_is_a_longer_prompt(layouts: tuple[Path, Path]) -> None:
+    plain, padded = (open_checkpoint(layouts[0], preset="libero", degenerate="hold", pad_state_bins=p) for p in (False, True))
+    observation = {f"observation/{name}": np.zeros((8, 12, 3), np.uint8) for name in ("image", "wrist_image")}
+    observation |= {"observation/state": np.zeros(8), "prompt": "open"}
+    few, many = (opened.processor.preprocess(observation).token_count for opened in (plain, padded))
+    assert few < many
 
 
 def test_a_network_is_read_without_statistics_or_a_tokenizer(layouts: tuple[Path, Path], tmp_path: Path) -> None:

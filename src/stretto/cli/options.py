@@ -56,6 +56,8 @@ class PolicyFlags:
     """A camera that requests may leave out; say it again for more."""
     degenerate: Literal["refuse", "hold"] = "refuse"
     """What to do with statistics without spread."""
+    pad_state_bins: bool = False
+    """For a pi0.5 that LeRobot before 0.5 trained: its prompt holds the state padded to the model's width."""
     denoise_steps: int | None = None
     seed: int = 0
 
@@ -83,6 +85,7 @@ class PolicyFlags:
             default_prompt=self.default_prompt,
             optional_cameras=self.optional_camera,
             degenerate=self.degenerate,
+            pad_state_bins=self.pad_state_bins,
             denoise_steps=self.denoise_steps,
             seed=self.seed,
         )

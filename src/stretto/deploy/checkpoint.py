@@ -90,9 +90,12 @@ def open_checkpoint(
     default_prompt: str | None = None,
     optional_cameras: Sequence[str] = (),
     degenerate: Degenerate = "refuse",
+    pad_state_bins: bool = False,
     denoise_steps: int | None = None,
 ) -> Opened:
     """Read and check everything of a checkpoint but its weights.
+
+    `pad_state_bins` is for a pi0.5 that LeRobot before 0.5 trained, whose prompt holds the state padded to the model's width.
 
     Raises:
         CheckpointError: if a file or statistic is missing, damaged or does not fit.
@@ -108,12 +111,18 @@ def open_checkpoint(
             default_prompt=default_prompt,
             optional_cameras=optional_cameras,
             degenerate=degenerate,
+            pad_state_bins=pad_state_bins,
         )
         steps = {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
         raw = read_json(path / "config.json")
         config = Pi0Config.from_lerobot({**raw, **steps})
         trained_delay = _trained_delay(raw, config)
     else:
+        if optional_cameras:
+            hint = "An openpi export's robot says `required = false` in its key map."
+            raise ConfigError("optional_cameras", got=list(optional_cameras), expected="none", hint=hint)
+        if pad_state_bins:
+            raise ConfigError("pad_state_bins", got=True, expected="False for an openpi export, whose state is never padded")
         network, said = Pi0Config.from_openpi(tensor_shapes(path), **read_network_table(path)), read_manifest(path)
         processor = PolicyProcessor.from_openpi(
             path,

@@ -304,6 +304,7 @@ def load(checkpoint: str | Path, options: PolicyOptions) -> Loaded:
         default_prompt=options.default_prompt,
         optional_cameras=options.optional_cameras,
         degenerate=options.degenerate,
+        pad_state_bins=options.pad_state_bins,
         denoise_steps=options.denoise_steps,
     )
     return load_checkpoint(opened, device=device, dtype=resolve_dtype(options.dtype, device), rtc=options.rtc)

@@ -72,6 +72,8 @@ class PolicyOptions:
     """Cameras a request may leave out; their slot is masked, as in training."""
     degenerate: Degenerate = "refuse"
     """Statistics without spread: `refuse` the checkpoint, or `hold` those dimensions at their constant."""
+    pad_state_bins: bool = False
+    """For a pi0.5 that LeRobot before 0.5 trained: its prompt holds the state padded with zeros to the model's width."""
     denoise_steps: int | None = None
     """Euler steps a chunk; None takes the checkpoint's."""
     seed: int = 0
