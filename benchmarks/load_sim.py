@@ -264,7 +264,7 @@ class Shop:
         ahead = kinds[r.at + 1 :]
         left = sum(limits.seconds(k, 1) for k in ahead)
         return Waiting(
-            r.key, kinds[r.at], r.arrived_s, r.arrived_s, self.deadline_s(r), r.robot, 0, 1 - left / total, left, r.at > 0,
+            r.key, kinds[r.at], r.arrived_s, r.arrived_s, self.deadline_s(r), r.robot, r.key, 1 - left / total, left, r.at > 0,
             self.had(r.robot, now), ahead,
         )  # fmt: skip
 
