@@ -63,8 +63,17 @@ class Work:
     @property
     def floor_us(self) -> float | None:
         """Return the least time, or None where the shapes do not tell."""
-        least = max(self.flop / (FP8_FLOP_S if self.coded else BF16_FLOP_S), self.nbytes / BYTES_S)
+        least = max(self._arithmetic_s, self.nbytes / BYTES_S)
         return least * 1e6 if least else None
+
+    @property
+    def bound(self) -> str:
+        """What the floor is of: arithmetic, which follows the clock, or memory."""
+        return "arithmetic" if self._arithmetic_s > self.nbytes / BYTES_S else "memory"
+
+    @property
+    def _arithmetic_s(self) -> float:
+        return self.flop / (FP8_FLOP_S if self.coded else BF16_FLOP_S)
 
 
 def work_of(name: str, args: Sequence[Any], named: Mapping[str, Any], result: Any) -> Work:
@@ -222,6 +231,7 @@ def top(found: Sequence[tuple[Work, str, float]], calls: Mapping[str, Work], mos
                 "us": round(row["us"], 1),
                 "launches": row["launches"],
                 "floor_us": None if floor is None else round(floor, 1),
+                "bound": row["work"].bound,
                 "over_floor_us": None if floor is None else round(row["us"] - floor, 1),
                 "kernels": kernels,
             }

@@ -102,8 +102,9 @@ def measure(runner: Runner, chip: Chip, *, sustained: bool, share: float = 1.0) 
     for name, (segment, visits) in stage_segments(runner.model).items():
         n, pause_s = max(6, int(30 // batch * share)), 0.0 if sustained or runner.device.type != "cuda" else 0.01
         every = Segment(segment.start, segment.start + visits)  # visits of a stage follow each other
-        ms = float(np.median(runner.timed(runner.launch(every), n, pause_s)))
-        row["stages"][name] = {"ms": round(ms, 3), "visits": visits}
+        launch, begin = runner.launch(every), time.monotonic()
+        ms = float(np.median(runner.timed(launch, n, pause_s)))
+        row["stages"][name] = {"ms": round(ms, 3), "visits": visits} | chip.between(begin, time.monotonic())
     return row
 
 

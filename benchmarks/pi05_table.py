@@ -30,6 +30,7 @@ from host_overhead import feed_of
 from host_overhead import run as ask
 from nvidia_smi import Chip
 from overlap import alone, plans, tried
+from pi05_misses import missed_by
 from pi05_route import Runner, build, measure, profile
 
 from stretto.core.plan import Mode, whole
@@ -42,7 +43,6 @@ from stretto.runtime.profiler import stage_segments
 
 STOCK_ROWS = ((1, 200), (32, 200))
 PARTS = ("rows", "wall", "overlap", "profiles", "stock", "experts")
-EXPLAINED = 8
 OVERLAP_PLANS = ("two lanes, on 80 and 52 multiprocessors", "one lane, whole route")
 
 
@@ -131,28 +131,6 @@ def profile_row(target: Target, model: pi0.Pi0Model, device: torch.device, row: 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
-
-
-def missed_by(row: dict[str, Any]) -> dict[str, Any]:
-    """Return how far each stage of a request is above its floor, and the calls that are furthest above theirs.
-
-    A floor is at the chip's peak rates. A call whose shapes do not tell its floor has none.
-    """
-    stages, calls = [], []
-    for name, its in row["stages"].items():
-        stages.append({"stage": name, "ms": its["ms"], **_above(its["ms"], its["floor_ms"])})
-        for call in its["profile_of_one_visit"]["calls"]:
-            ms, floor = call["us"] * its["visits"] / 1e3, call["floor_us"]
-            above = _above(ms, None if floor is None else floor * its["visits"] / 1e3)
-            calls.append({"stage": name, "call": call["call"], "ms": round(ms, 3), **above})
-    calls.sort(key=lambda call: -(call["ms"] if call["above_floor_ms"] is None else call["above_floor_ms"]))
-    return {"above_target_ms": round(row["p50_ms"] - row["must_ms"], 3), "stages": stages, "calls": calls[:EXPLAINED]}
-
-
-def _above(ms: float, floor_ms: float | None) -> dict[str, float | None]:
-    if floor_ms is None:
-        return {"floor_ms": None, "above_floor_ms": None}
-    return {"floor_ms": round(floor_ms, 3), "above_floor_ms": round(ms - floor_ms, 3)}
 
 
 def expert_row(model: pi0.Pi0Model, device: torch.device, ways: dict[str, Any], batch: int) -> dict[str, Any]:
