@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stretto.core.errors import (
     CapacityError,
+    CheckpointError,
     ConfigError,
     ObservationError,
     PlanError,
@@ -286,3 +288,10 @@ def test_a_vae_that_does_not_fit_or_is_not_there_is_refused(tmp_path: Path) -> N
         World(options(vae=other, changes={**CHANGES, "decoder": "light"}))
     with pytest.raises(ConfigError, match="random weights"):
         World(options(checkpoint=tmp_path / "weights.safetensors", changes={**CHANGES, "decoder": "vae"}))
+
+
+def test_a_checkpoint_of_another_kind_of_wan_is_told_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "i2v.safetensors"
+    save_file({"blocks.0.self_attn.q.weight": torch.zeros(1), "img_emb.proj.0.weight": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match=r"i2v\.safetensors: an image-to-video checkpoint"):
+        World(options(checkpoint=path, devices=("cpu:0",), plan="whole"))

@@ -35,7 +35,6 @@ class Flag:
 
 TRITON = Flag("TRITON", True, "use Triton kernels where they exist; 0 takes the reference of every fused op")
 OVERLAP = Flag("OVERLAP", True, "let a kernel start before the one ahead of it ends, where the device can (sm_90)")
-FLAGS = (TRITON, OVERLAP)
 
 
 def commit() -> str | None:

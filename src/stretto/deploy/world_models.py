@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stretto.core.errors import ConfigError
+from stretto.core.errors import CheckpointError, ConfigError
 from stretto.core.plan import Device, Mode, Plan
 from stretto.deploy.profile import facts_of, passes_of
 from stretto.deploy.worlds import decoder_of
 from stretto.models.wan import DECODE, WanModel, build
 from stretto.models.wan_config import WanConfig
 from stretto.models.wan_vae import Decoder, VaeDecoder, describe_vae, load_vae
-from stretto.models.wan_weights import read_pt
-from stretto.runtime.weights import load_weights, update_weights
+from stretto.models.wan_weights import detect, read_pt
+from stretto.runtime.weights import load_weights, tensor_shapes, update_weights
 from stretto.sched import plans
 from stretto.sched.costs import BatchCost
 from stretto.sched.hardware import CPU
@@ -79,9 +79,19 @@ class WanShare:
         if self.checkpoint is None:
             model.randomize(self.seed)
         elif self.checkpoint.suffix in (".pt", ".pth"):
-            update_weights(model, read_pt(self.checkpoint).items(), complete=True)
+            tensors = read_pt(self.checkpoint)
+            self._check_variant(tensors)
+            update_weights(model, tensors.items(), complete=True)
         else:
+            self._check_variant(tensor_shapes(self.checkpoint))
             load_weights(model, self.checkpoint)
+
+    def _check_variant(self, names: Iterable[str]) -> None:
+        """Say of another kind of Wan what it is, before hundreds of its tensors are named."""
+        try:
+            detect(names)
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.checkpoint}: {e}") from e
 
 
 def even_profile(model: WanModel) -> Profile:

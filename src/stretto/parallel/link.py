@@ -15,11 +15,11 @@ from torch import Tensor
 from stretto.core.errors import StrettoError
 from stretto.parallel.order import Mark
 
-Header = Mapping[str, Any]
+Header = Any
 """What the consumer must know of a chunk beside its values; plain data."""
 Values = Mapping[str, Tensor]
 
-Receive = Callable[[Any, Values, Mark], None]
+Receive = Callable[[Header, Values, Mark], None]
 """Takes a chunk off a link once it is there: header, values (owned by the receiver), and the point from which they were.
 
 Called on the link's thread, in order. On a CUDA device, whoever reads the values first calls `Mark.wait` on its stream.
@@ -39,7 +39,7 @@ class Link(Protocol):
 
     peer: str
 
-    def send(self, header: Any, values: Values) -> None:
+    def send(self, header: Header, values: Values) -> None:
         """Hand over one chunk: a row of each value, ready on the current stream. Any thread; does not block or synchronise.
 
         The values must not be written afterwards. After the peer is gone, chunks are dropped.

@@ -23,7 +23,7 @@ from stretto.serve.request import RT, Exchange, MessageError, Offer
 from stretto_client.codec import pack
 
 MAX_ERROR_CHARS = 1000
-GOING_AWAY, TOO_BIG, ENGINE_DEAD, RESTARTING, TRY_LATER = 1001, 1009, 1011, 1012, 1013
+TOO_BIG, ENGINE_DEAD, RESTARTING, TRY_LATER = 1009, 1011, 1012, 1013
 
 
 class Phase(Enum):
