@@ -11,7 +11,8 @@ from stretto.processors.openpi import MANIFEST, read_manifest, read_network_tabl
 from stretto.processors.presets import PRESETS, key_map
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "client/README.md", "recipes/metaworld/README.md")
+PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -47,7 +48,7 @@ def _block(page: str, language: str) -> str:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:src|docs|tests|benchmarks|recipes|client|scripts)/[\w./-]+?)`", page.read_text())
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
