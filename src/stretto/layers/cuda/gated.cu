@@ -5,6 +5,8 @@
 #endif
 #include "gated_product.cuh"
 
+#include <cstring>
+
 namespace {
 
 using namespace gated;
@@ -14,12 +16,17 @@ struct Call {
     char* out;
     const float *x_scale, *weight_scale, *multiplier;
     int64_t rows, features, row_bytes, tokens, coded, clusters;
+    const float *factor, *table;
+    const int64_t* lines;
+    int64_t line_step, row_tokens;
 };
 
 using Small = Cut<112, 4, false>;
 using Large = Cut<128, 4, false>;
 using SmallCoded = Cut<112, 4, true>;
 using LargeCoded = Cut<128, 4, true>;
+using SmallFolded = Cut<112, 4, false, true>;
+using LargeFolded = Cut<128, 4, false, true>;
 
 #ifndef STRETTO_ON_HOST
 template <class C>
@@ -86,6 +93,7 @@ const char* start(const Call& c, void* stream) {
     a.x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
     a.half_x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
     a.out = c.out, a.x_scale = c.x_scale, a.weight_scale = c.weight_scale, a.multiplier = c.multiplier;
+    a.factor = c.factor, a.table = c.table, a.lines = c.lines, a.line_step = c.line_step, a.row_tokens = int(c.row_tokens);
     a.rows = int(c.rows), a.features = int(c.features), a.chunks = int(c.row_bytes / 128);
     return launch<C>(a, int(c.clusters), stream);
 }
@@ -101,6 +109,8 @@ extern "C" const char* stretto_gated_prepare(int device, int* clusters) {
     if (e == cudaSuccess) e = prepare<Large>(clusters);
     if (e == cudaSuccess) e = prepare<SmallCoded>(clusters);
     if (e == cudaSuccess) e = prepare<LargeCoded>(clusters);
+    if (e == cudaSuccess) e = prepare<SmallFolded>(clusters);
+    if (e == cudaSuccess) e = prepare<LargeFolded>(clusters);
     if (e != cudaSuccess) return cudaGetErrorString(e);
     if (maker() == nullptr) return "the driver makes no maps of tensors";
 #endif
@@ -109,13 +119,14 @@ extern "C" const char* stretto_gated_prepare(int device, int* clusters) {
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_gated_launch(const int64_t* words, void* stream) {
-    const Call c{reinterpret_cast<const char*>(words[0]), reinterpret_cast<const char*>(words[1]), reinterpret_cast<char*>(words[2]),
-                 reinterpret_cast<const float*>(words[3]), reinterpret_cast<const float*>(words[4]), reinterpret_cast<const float*>(words[5]),
-                 words[6], words[7], words[8], words[9], words[10], words[11]};
+    Call c{};
+    static_assert(sizeof(Call) == 17 * 8);
+    std::memcpy(&c, words, sizeof c);
 #ifndef STRETTO_ON_HOST
     try {
 #endif
         if (c.coded) return c.tokens == 112 ? start<SmallCoded>(c, stream) : start<LargeCoded>(c, stream);
+        if (c.factor != nullptr) return c.tokens == 112 ? start<SmallFolded>(c, stream) : start<LargeFolded>(c, stream);
         return c.tokens == 112 ? start<Small>(c, stream) : start<Large>(c, stream);
 #ifndef STRETTO_ON_HOST
     } catch (CUresult) {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ TOKENS = (112, 128)
 """Rows of a tile."""
 FEATURES = 256
 """Of a pair of thread blocks."""
+
+
+class Left(NamedTuple):
+    """What is left of a norm behind its product, as fold.py has it: a factor of each row, and perhaps a line of a table."""
+
+    factor_M: Tensor
+    table_SN: Tensor | None = None
+    lines: Tensor | None = None
+    """Dense int64; each is of as many consecutive rows as there are rows for it."""
+
+    def words(self, rows: int) -> tuple[int, ...]:
+        if self.table_SN is None or self.lines is None:
+            return self.factor_M.data_ptr(), 0, 0, 0, 1
+        step = self.table_SN.stride(0)
+        return self.factor_M.data_ptr(), self.table_SN.data_ptr(), self.lines.data_ptr(), step, rows // self.lines.numel()
 
 
 class GatedProduct:
@@ -40,6 +56,7 @@ class GatedProduct:
         tokens: int,
         scales: tuple[Tensor, Tensor] | None = None,
         multiplier: Tensor | None = None,
+        fold: Left | None = None,
         clusters: int | None = None,
     ) -> Tensor:
         """Return gelu(gate) * up for x [..., K]: [..., F] in x's dtype.
@@ -48,20 +65,23 @@ class GatedProduct:
             tokens: rows of a tile, one of TOKENS.
             scales: of coded x and weight, tensors of one element each.
             multiplier: of a coded result.
+            fold: what is left of a norm, of bf16 factors only.
             clusters: pairs of thread blocks; as many as the device holds by default.
 
         Raises:
             RuntimeError: if the launch is refused.
         """
         inner, features = x.shape[-1], weight_2FK.shape[0] // 2
+        rows = x.numel() // inner
         clusters = clusters or (min(self.clusters, part() // 2) if part() else self.clusters)
         out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
         pointers = (
             (0, 0, 0) if scales is None or multiplier is None else (*(s.data_ptr() for s in scales), multiplier.data_ptr())
         )
+        left = (0, 0, 0, 0, 1) if fold is None else fold.words(rows)
         words = (
-            x.data_ptr(), weight_2FK.data_ptr(), out.data_ptr(), *pointers, x.numel() // inner, features,
-            inner * x.element_size(), tokens, int(x.dtype == E4M3), clusters,
+            x.data_ptr(), weight_2FK.data_ptr(), out.data_ptr(), *pointers, rows, features,
+            inner * x.element_size(), tokens, int(x.dtype == E4M3), clusters, *left,
         )  # fmt: skip
         queue = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         error = self._launch((ctypes.c_int64 * len(words))(*words), queue)

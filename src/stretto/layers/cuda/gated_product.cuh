@@ -14,10 +14,10 @@ namespace gated {
 constexpr int FEATURES = 128, GROUP = 128, GROUPS = 2, THREADS = (GROUPS + 1) * GROUP;
 constexpr int WEIGHT_BYTES = 2 * FEATURES * 128, STRIP = 8;
 
-template <int TOKENS_, int STAGES_, bool CODED_>
+template <int TOKENS_, int STAGES_, bool CODED_, bool FOLDED_ = false>
 struct Cut {
     static constexpr int TOKENS = TOKENS_, STAGES = STAGES_;
-    static constexpr bool CODED = CODED_;
+    static constexpr bool CODED = CODED_, FOLDED = FOLDED_;
     static constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKENS * 128, OUT_AT = STAGES * STAGE_BYTES;
     // What a group stores: rows of 64 features.
     static constexpr int ROW_BYTES = CODED ? 64 : 128, OUT_BYTES = TOKENS * ROW_BYTES;
@@ -29,6 +29,11 @@ struct Given {
     device::Map weight, x, half_x;
     char* out;
     const float *x_scale, *weight_scale, *multiplier;  // of coded factors and of a coded result
+    // What is left of a norm: a factor of each row, and the line of a table that is added; `row_tokens` rows share a line's number.
+    const float *factor, *table;
+    const int64_t* lines;
+    int64_t line_step;
+    int row_tokens;
     int rows, features, chunks;  // chunks: of 128 bytes of a row of x
 };
 
@@ -119,16 +124,51 @@ ON_DEVICE int piece_at(int token, int piece) {
     return token * C::ROW_BYTES + (C::CODED ? piece ^ (token / 2 % 4) : piece ^ (token % 8)) * 16;
 }
 
+// Gate and up of a token and one further, for two features 8 apart, as the norm that was folded makes them.
+template <class C>
+struct Folded {
+    const Given& a;
+    int feature;
+    int64_t line = -1;
+    float gate_shift[2] = {}, up_shift[2] = {};
+
+    ON_DEVICE void look_up(int row) {
+        if (a.table == nullptr) return;
+        const int64_t its = a.lines[row / a.row_tokens];
+        if (its == line) return;
+        line = its;
+        const float* at = a.table + line * a.line_step + feature;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) gate_shift[half] = device::at(at + half * 8), up_shift[half] = device::at(at + a.features + half * 8);
+    }
+    // c[0], c[1]: this token's and the next one's of the first feature; c[2], c[3] of the second.
+    ON_DEVICE void apply(int row, float* gate, float* up) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int its = min(row + i, a.rows - 1);
+            const float factor = device::at(a.factor + its);
+            look_up(its);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                gate[i + 2 * half] = gate[i + 2 * half] * factor + gate_shift[half];
+                up[i + 2 * half] = up[i + 2 * half] * factor + up_shift[half];
+            }
+        }
+    }
+};
+
 template <class C>
 ON_DEVICE void store(const Given& a, const Room<C>& room, const Tile& tile, int group, int index, float (&gate)[C::TOKENS / 2], float (&up)[C::TOKENS / 2]) {
     const int warp = index / 32, lane = index % 32, g = lane / 4, t = lane % 4;
     float scale = 1.0f, code = 1.0f;
     if constexpr (C::CODED) scale = device::at(a.x_scale) * device::at(a.weight_scale), code = device::at(a.multiplier);
     char* out = room.out(group);
+    Folded<C> folded{a, tile.feature + group * 64 + warp * 16 + g};
     // What was stored last has been read.
     device::sync_group(group);
 #pragma unroll
-    for (int n = 0; n < C::TOKENS / 8; ++n)
+    for (int n = 0; n < C::TOKENS / 8; ++n) {
+        if constexpr (C::FOLDED) folded.apply(tile.token + n * 8 + 2 * t, gate + 4 * n, up + 4 * n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int feature = warp * 16 + half * 8 + g, token = n * 8 + 2 * t, i = 4 * n + 2 * half;
@@ -143,6 +183,7 @@ ON_DEVICE void store(const Given& a, const Room<C>& room, const Tile& tile, int 
                 *reinterpret_cast<uint16_t*>(out + piece_at<C>(token + 1, feature / 8) + feature % 8 * 2) = uint16_t(both >> 16);
             }
         }
+    }
     device::sync_group(group);
     constexpr int PIECES = C::ROW_BYTES / 16;
     const int64_t row_bytes = int64_t(a.features) * (C::CODED ? 1 : 2);

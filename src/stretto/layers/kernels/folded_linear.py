@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from stretto.layers import cublas_lt
+from stretto.layers.cuda.gated import TOKENS, Left, product_for
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm, linear_rope
 from stretto.layers.kernels.activation import geglu_into
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.fold import Fold, ShiftLines, folded_norm_reference, product_fp32
 from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.linear_activation import gated_candidates
 from stretto.layers.kernels.rope import rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -95,11 +97,21 @@ def run_rope(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Te
 def run_geglu(choice: Config | None, x: Tensor, weight_2FD: Tensor, fold: Fold) -> Tensor:
     """Run one choice; None is the rule, which is cuBLAS: no tile of ours was faster at products like these without a fold."""
     choice = choice or {"impl": "cublas"}
+    if choice["impl"] == "cuda":
+        product = product_for(x, weight_2FD)
+        if product is not None:
+            return product.run(x, weight_2FD, int(choice["tokens"]), fold=_left(fold))
+        choice = {"impl": "cublas"}
     if choice["impl"] == "triton":
         return gemm.gemm(x, weight_2FD, None, Tiling.of(choice), activation="geglu", fold=fold)
     out = torch.empty(*x.shape[:-1], weight_2FD.shape[0] // 2, dtype=x.dtype, device=x.device)
     geglu_into(_product(choice, x, weight_2FD), out, fold)
     return out
+
+
+def _left(fold: Fold) -> Left:
+    factor, shift = fold.factor_BT.contiguous(), fold.shift
+    return Left(factor) if shift is None else Left(factor, shift.table, shift.rows.contiguous())
 
 
 def _product(choice: Config, x: Tensor, weight: Tensor) -> Tensor:
@@ -123,7 +135,7 @@ def _rope_candidates(key: Key) -> list[Config]:
 def _geglu_candidates(key: Key) -> list[Config]:
     cuts = ((64, 32, 64, 4, 4), (64, 64, 64, 3, 4), (64, 64, 64, 5, 4), (128, 64, 64, 3, 4), (64, 128, 64, 2, 4))
     own = [*(Tiling(*cut, 8, 0) for cut in cuts), Tiling(128, 128, 64, 2, 8, 8, 1), Tiling(128, 64, 64, 4, 8, 8, 1)]
-    return [{"impl": "cublas"}, *cublas_lt.candidates(8), *(t.config for t in own)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(8), *(t.config for t in own), *gated_candidates(key, 2)]
 
 
 def _fold(key: Key, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Fold]:
@@ -168,7 +180,8 @@ def _supports(
 
 folded_rope_write = FusedOp(folded_rope_write_reference, folded_rope_write_triton, _supports)
 folded_geglu = FusedOp(folded_geglu_reference, folded_geglu_triton)
+_GEGLU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "cuda"), "tokens": TOKENS}
 TUNABLES = (
     Tunable("folded_rope_write", gemm.FIELDS, _rope_candidates, _rope_inputs, run_rope),
-    Tunable("folded_geglu", gemm.FIELDS, _geglu_candidates, _geglu_inputs, run_geglu),
+    Tunable("folded_geglu", _GEGLU_FIELDS, _geglu_candidates, _geglu_inputs, run_geglu),
 )
