@@ -126,7 +126,7 @@ def test_a_product_split_over_its_inner_width_is_gated_and_summed_by_the_modulat
 
 @kernel_test
 @pytest.mark.skipif(INTERPRETED, reason="Gluon has no interpreter")
-@pytest.mark.parametrize("cut", [(64, 2), (32, 3), (64, 3, 1, 1)])
+@pytest.mark.parametrize("cut", [(64, 2), (32, 3), (64, 3, 1, 1), (64, 2, 1, 2, 128)])
 def test_attention_of_a_prefix_with_softmax_beside_the_products(cut: tuple[int, ...]) -> None:
     q, k, v = normal(2, 70, 4, 256), normal(3, 150, 1, 256, seed=1), normal(3, 150, 1, 256, seed=2)
     if not hopper.takes(q, k, v):
@@ -150,10 +150,9 @@ def test_groups_of_an_attention_program_decide_no_bit() -> None:
     if not hopper.takes(q, k, v):
         pytest.skip("needs Hopper and Triton's Gluon")
     slots, mask = torch.tensor([2, 1], device=DEVICE), torch.ones(2, 150, dtype=torch.bool, device=DEVICE)
-    one, two = (
-        hopper.hopper_attention(q, k, v, slots, mask, cut) for cut in (hopper.Tiling(64, 3, 1, 1), hopper.Tiling(64, 2))
-    )
-    assert torch.equal(one, two)
+    cuts = [hopper.Tiling(64, 2), *(hopper.Tiling(64, 4 - n, groups=n, held=h) for n in (1, 2) for h in (0, 128))]
+    first, *others = (hopper.hopper_attention(q, k, v, slots, mask, cut) for cut in cuts)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @kernel_test

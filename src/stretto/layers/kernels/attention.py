@@ -250,7 +250,11 @@ def _suffix_candidates(key: Key) -> list[Config]:
         cuts = _cuts((128, 64, 1, 8, 2, 1))
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
     splits = (1, 2) if groups >= 16 else (3, 4, 5, 6) if groups > 1 else (6, 9, 17)
-    return [*(t._asdict() for t in dict.fromkeys([own, *cuts])), *(hopper.Tiling(64, 2, n).config for n in splits)]
+    held = (0, hopper.HELD) if groups >= 16 and head_dim > hopper.HELD else (0,)
+    return [
+        *(t._asdict() for t in dict.fromkeys([own, *cuts])),
+        *(hopper.Tiling(64, 2, n, held=h).config for n in splits for h in held),
+    ]
 
 
 def _cuts(*cuts: tuple[int, ...]) -> list[Tiling]:
@@ -290,8 +294,11 @@ def _candidates(key: Key) -> list[Config]:
 
 
 def _prefix_candidates(key: Key) -> list[Config]:
-    cuts = ((64, 3, 1, 1), (64, 2)) if key[0] < 2 else ((64, 2),)
-    return [*(hopper.Tiling(*cut).config for cut in cuts), *_candidates(key)]
+    held = hopper.HELD if key[5] > hopper.HELD else 0
+    cuts = [hopper.Tiling(64, 2), hopper.Tiling(64, 2, held=held)]
+    if key[0] < 2:
+        cuts += [hopper.Tiling(64, 3, groups=1), hopper.Tiling(64, 3, groups=1, held=held)]
+    return [*(cut.config for cut in dict.fromkeys(cuts)), *_candidates(key)]
 
 
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -340,11 +347,11 @@ class PrefixKV(NamedTuple):
         ).flatten(2)
 
 
-_FIELDS = {"impl": ("sdpa", "cudnn", "short", "split", "tma", "hopper"), **tma.FIELDS, "splits": (1, 2), "groups": (1, 2)}
+_FIELDS = {"impl": ("sdpa", "cudnn", "short", "split", "tma", "hopper"), **tma.FIELDS, "splits": (1, 2), **hopper.FIELDS}
 TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
     Tunable("prefix_attention", _FIELDS, _prefix_candidates, _arena_inputs, run_prefix_attention),
     Tunable(
-        "suffix_attention", {**FIELDS, "impl": ("hopper",), "groups": (1, 2)}, _suffix_candidates, _suffix_inputs, _run_suffix
+        "suffix_attention", {**FIELDS, "impl": ("hopper",), **hopper.FIELDS}, _suffix_candidates, _suffix_inputs, _run_suffix
     ),
 )

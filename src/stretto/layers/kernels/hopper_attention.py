@@ -26,19 +26,24 @@ from stretto.layers.tuning import Config
 
 LOG2_E = 1.4426950408889634
 HEAD_DIMS = (128, 256)
+HELD = 128
+"""Channels that a group may hold in registers, of wider heads."""
+FIELDS: dict[str, tuple[int | str, ...]] = {"groups": (1, 2), "held": (0, HELD)}
 
 
 class Tiling(NamedTuple):
-    """How one call is cut: keys a block, blocks in flight, splits of the keys, groups of a program."""
+    """How one call is cut: keys a block, blocks in flight, splits of the keys, groups of a program, channels in registers."""
 
     block_n: int
     stages: int
     splits: int = 1
     groups: int = 2
+    held: int = 0
 
     @staticmethod
     def of(config: Config) -> Tiling:
-        return Tiling(int(config["block_n"]), int(config["stages"]), int(config.get("splits", 1)), int(config.get("groups", 2)))
+        named = {name: int(value) for name, value in config.items() if name in Tiling._fields}
+        return Tiling(**named)
 
     @property
     def config(self) -> Config:
@@ -152,6 +157,7 @@ def _group(
     CODED: gl.constexpr,
     SUFFIX: gl.constexpr,
     SPLIT: gl.constexpr,
+    HELD: gl.constexpr,
 ) -> None:
     """Attend a group's queries to `count` blocks of keys: none if it has no query, and only say so if its split has no keys."""
     _, tops, totals, mask, _, row, rows, first, count, arena_blocks, bound, suffix_tokens, scale = task
@@ -161,7 +167,7 @@ def _group(
         if count > 0:
             acc, total, top = hopper_parts.attend_blocks(
                 pipe, None, (mask, first, arena_blocks, bound, suffix_tokens, SUFFIX), count, scale,
-                HEAD_DIM, QUERIES, KEYS, STAGES, None, _look, _soften,
+                HEAD_DIM, QUERIES, KEYS, STAGES, None, _look, _soften, HELD,
             )  # fmt: skip
             _store(task, acc, total, top, pipe[1].dtype, CODED, SPLIT)
         elif SPLIT:
@@ -201,6 +207,7 @@ def _hopper_attention_kernel(
     BOUNDED: gl.constexpr,
     SPLITS: gl.constexpr,
     GROUPS: gl.constexpr,
+    HELD: gl.constexpr,
 ) -> None:
     SPLIT: gl.constexpr = SPLITS > 1
     # Tiles of queries come first in the grid, so that those that run at once read the same keys.
@@ -231,7 +238,10 @@ def _hopper_attention_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_group, (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
+                (
+                    _group,
+                    (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT, HELD),
+                ),
                 (_bring, (tensors, pipe, where, KEYS, STAGES, SUFFIX, GROUPS)),
             ],
             [1],
@@ -240,8 +250,14 @@ def _hopper_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_group, (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
-                (_group, (hopper_parts.group_pipe(pipe, 1), lower, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT)),
+                (
+                    _group,
+                    (hopper_parts.group_pipe(pipe, 0), upper, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT, HELD),
+                ),
+                (
+                    _group,
+                    (hopper_parts.group_pipe(pipe, 1), lower, HEAD_DIM, QUERIES, KEYS, STAGES, CODED, SUFFIX, SPLIT, HELD),
+                ),
                 (_bring, (tensors, pipe, where, KEYS, STAGES, SUFFIX, GROUPS)),
             ],
             [4, 1],
@@ -296,7 +312,7 @@ def hopper_attention(
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         HEAD_DIM=head_dim, QUERIES=QUERIES, KEYS=t.block_n, STAGES=t.stages, CODED=multiplier is not None,
         SUFFIX=suffix is not None, BOUNDED=length_B is not None, SPLITS=t.splits, GROUPS=t.groups,
-        num_warps=4,
+        HELD=t.held, num_warps=4,
     )  # fmt: skip
     if kept:
         block, overlap = block_of(t.splits), overlaps(q_BTHd)

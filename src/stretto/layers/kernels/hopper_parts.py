@@ -168,9 +168,23 @@ def soften(s: gl.tensor, top: gl.tensor, scale: gl.tensor, WHOLE: gl.constexpr) 
 
 
 @jit
-def _ask_scores(q_buf: gl.tensor, k_buf: gl.tensor, stage: gl.tensor, empty: gl.tensor, HEAD_DIM: gl.constexpr) -> gl.tensor:
-    k = k_buf.index(stage).reshape([empty.shape[1], HEAD_DIM]).permute((1, 0))
-    return warpgroup_mma(q_buf, k, empty, use_acc=False, is_async=True)
+def _ask_scores(
+    q_buf: gl.tensor,
+    held: gl.tensor,
+    k_buf: gl.tensor,
+    stage: gl.tensor,
+    empty: gl.tensor,
+    HEAD_DIM: gl.constexpr,
+    HELD: gl.constexpr,
+) -> gl.tensor:
+    k = k_buf.index(stage).reshape([empty.shape[1], HEAD_DIM])
+    if HELD == 0:
+        s = warpgroup_mma(q_buf, k.permute((1, 0)), empty, use_acc=False, is_async=True)
+    else:
+        first, rest = k.slice(0, HELD, dim=1), k.slice(HELD, HEAD_DIM - HELD, dim=1)
+        s = warpgroup_mma(held, first.permute((1, 0)), empty, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_buf.slice(HELD, HEAD_DIM - HELD, dim=1), rest.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @jit
@@ -207,11 +221,13 @@ def attend_blocks(
     GROUP: gl.constexpr,
     LOOK: gl.constexpr,
     SOFTEN: gl.constexpr,
+    HELD: gl.constexpr = 0,
 ) -> gl.tensor:
     """Attend QUERIES queries to `count` blocks of keys: return weighted sums of values, totals of weights and maxima.
 
     LOOK(told, i, layout, KEYS) says before the scores of block i are asked for which of its keys count, and
-    SOFTEN(s, top, scale, that, first) is its softmax. With `order` groups take turns.
+    SOFTEN(s, top, scale, that, first) is its softmax. With `order` groups take turns. The first HELD channels of the queries
+    are held in registers: scores of 64 keys take both factors from shared memory faster than that gives them.
     """
     q_buf, k_buf, v_buf, _, k_full, k_free, v_full, v_free = pipe
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -221,9 +237,12 @@ def attend_blocks(
     acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, result)
     top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(1, scores))
 
+    held = empty
+    if HELD:
+        held = q_buf.slice(0, HELD, dim=1).load(gl.DotOperandLayout(operand_index=0, parent=scores, k_width=2))
     seen = LOOK(told, 0, scores, KEYS)
     mbarrier.wait(k_full.index(0), 0)
-    s = _ask_scores(q_buf, k_buf, 0, empty, HEAD_DIM)
+    s = _ask_scores(q_buf, held, k_buf, 0, empty, HEAD_DIM, HELD)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_free.index(0))
     weights, total, top, shrink = SOFTEN(s, top, scale, seen, True)
@@ -237,7 +256,7 @@ def attend_blocks(
         if order is not None:
             # The tensor cores go to one group after the other, so that the softmax of one runs beside the products of both.
             mbarrier.wait(order.index(GROUP), (i & 1) ^ GROUP)
-        s = _ask_scores(q_buf, k_buf, stage, empty, HEAD_DIM)
+        s = _ask_scores(q_buf, held, k_buf, stage, empty, HEAD_DIM, HELD)
         acc = _ask_values(p, v_buf, before, acc, KEYS)
         if order is not None:
             mbarrier.arrive(order.index(1 - GROUP))
