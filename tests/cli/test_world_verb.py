@@ -27,6 +27,8 @@ def test_a_film_is_written_with_as_many_frames_as_asked(tmp_path: Path) -> None:
         (["--window-frames", "1", "--frames-per-chunk", "3"], "window_frames: got 1"),
         (["--plan", "by_step", "--devices", *[f"cpu:{i}" for i in range(5)]], "devices: got 5"),
         (["--decoder", "none"], "decoder: got none"),
+        (["--devices", "cuda:63"], "device: got cuda:63"),
+        (["--seconds", "0"], "seconds: got 0.0"),
         (["--prompt", "word " * 9], "prompt: got 9 words, expected at most 8"),
     ],
 )

@@ -204,6 +204,15 @@ def test_no_more_chunks_are_made_ahead_than_allowed(world: World) -> None:
         (lambda w, s: w.open("a", size=(60, 96)), ConfigError, "the nearest is 64"),
         (lambda w, s: w.open("a", size=(64, 64)), ObservationError, "size: got 64 x 64, expected 64 x 96"),
         (lambda w, s: w.open("a", first_frame=np.zeros((2, 3), np.float32)), ObservationError, "first_frame"),
+        (lambda w, s: w.open("a", first_frame="frame.png"), ObservationError, "first_frame: got str"),
+        (
+            lambda w, s: w.open("a", history=np.full((1, 4, 8, 12), np.nan, np.float32)),
+            ObservationError,
+            "history: .* not finite",
+        ),
+        (lambda w, s: w.open(["a", "b"]), ObservationError, "prompt: got list"),
+        (lambda w, s: w.open([[1.0], [1.0, 2.0]]), ObservationError, "prompt: got list"),
+        (lambda w, s: w.open(np.full((2, 24), np.inf, np.float32)), ObservationError, "prompt: .* not finite"),
         (lambda w, s: (s.read_soon(), s.read_soon()), ObservationError, "reader: got a second reader"),
     ],
 )
@@ -223,6 +232,9 @@ def test_what_cannot_be_is_refused_by_name_and_the_session_goes_on(
     ("changes", "error", "message"),
     [
         ({"plan": "by_step", "devices": tuple(f"cpu:{i}" for i in range(5))}, PlanError, "devices: got 5, expected 1 to 4"),
+        ({"devices": ("cuda:63",)}, ConfigError, "device: got cuda:63"),
+        ({"devices": ("gpu:0",)}, ConfigError, "device: got 'gpu:0'"),
+        ({"devices": ("meta",)}, ConfigError, "devices: got meta"),
         ({"plan": "zigzag"}, ConfigError, "plan: got 'zigzag'"),
         ({"changes": {"window_frames": 1, "frames_per_chunk": 2}}, ConfigError, "window_frames: got 1"),
         ({"changes": {"sink_frames": 9}}, ConfigError, "sink_frames: got 9"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -103,12 +104,17 @@ class Run:
     world: Flags = field(default_factory=WorldFlags)
 
     def run(self) -> int:
+        from stretto.core.errors import ConfigError
         from stretto.deploy.world_text import read_embedding
         from stretto.evals.video import write_video
 
+        if not 0.0 < self.seconds < math.inf:
+            raise ConfigError("seconds", got=self.seconds, expected="a finite time above 0")
         prompt = self.prompt if self.embedding is None else read_embedding(self.embedding)
         world = self.world.build()
         try:
+            if world.model.decoder is None:
+                raise ConfigError("decoder", got="none", expected="light or vae, for a film")
             world.warm()
             session = world.open(prompt, seed=self.seed, seeding=self.seeding)
             hz = world.model.config.frame_hz
@@ -133,10 +139,6 @@ def _make(world: World, session: WorldSession, frames: int) -> list[WorldChunk]:
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-    from stretto.core.errors import ConfigError
-
-    if world.model.decoder is None:
-        raise ConfigError("decoder", got="none", expected="light or vae, for a film")
     chunks: list[WorldChunk] = []
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:

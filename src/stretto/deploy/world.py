@@ -88,7 +88,7 @@ class World:
             if getattr(options, name) < least:
                 raise ConfigError(name, got=getattr(options, name), expected=f"{least} or more")
         self.options = options
-        names = tuple(str(resolve_device(d)) if d == "auto" else d for d in options.devices)
+        names = tuple(_device(name) for name in options.devices)
         first = torch.device(names[0] if names[0].startswith("cuda") else "cpu")
         decoder = "light" if options.vae is None else "vae"
         defaults: dict[str, Any] = {"decoder": decoder, "dtype": resolve_dtype(options.dtype, first)}
@@ -262,7 +262,7 @@ class World:
             if self.encoder is None:
                 raise ObservationError("prompt", got="text", expected="an embedding, for this server has no text encoder")
             return self.encoder.encode(prompt)
-        return (prompt if isinstance(prompt, Tensor) else torch.from_numpy(np.array(prompt))).float()
+        return _numbers("prompt", prompt, "text, or an embedding [tokens, width]").float()
 
     def _no_actions(self) -> dict[str, Tensor]:
         config = self.model.config
@@ -284,11 +284,39 @@ class World:
             session.admit()
 
 
+def _device(name: str) -> str:
+    """Return the device that a name stands for; `cpu:0`, `cpu:1`, ... are devices of their own.
+
+    Raises:
+        ConfigError: if this machine has none of this name.
+    """
+    found = resolve_device(name)
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError("devices", got=name, expected="auto, cpu, cpu:N or cuda:N")
+    return name if found.type == "cpu" and name != "auto" else str(found)
+
+
 def _latents(name: str, given: np.ndarray | Tensor) -> Tensor:
-    found = given if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
+    found = _numbers(name, given, "latents [F, C, h, w]")
     if found.dim() != 4 or not found.is_floating_point():
         raise ObservationError(name, got=f"{found.dtype} of shape {list(found.shape)}", expected="latents [F, C, h, w]")
     return found.float()
+
+
+def _numbers(name: str, given: object, expected: str) -> Tensor:
+    if isinstance(given, Tensor):
+        found = given
+    else:
+        try:
+            array = np.array(given)
+        except ValueError as e:
+            raise ObservationError(name, got=f"{type(given).__name__} ({e})", expected=expected) from e
+        if array.dtype.kind not in "fiu":
+            raise ObservationError(name, got=f"{type(given).__name__} of {array.dtype}", expected=expected)
+        found = torch.from_numpy(array)
+    if not bool(found.isfinite().all()):
+        raise ObservationError(name, got="a number that is not finite", expected="finite numbers")
+    return found
 
 
 __all__ = ["MAIN", "World", "WorldOptions"]
