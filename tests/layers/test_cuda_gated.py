@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.layers.cuda import build, gated
 from stretto.layers.cuda.gated import TOKENS, GatedProduct, gated_product
-from stretto.layers.kernels import gemm
+from stretto.layers.kernels import fp8_linear, gemm
 from stretto.layers.kernels.fold import ShiftLines
 from stretto.layers.kernels.folded_linear import folded_geglu
 from stretto.layers.kernels.fp8_activation import E4M3
@@ -97,12 +97,13 @@ def test_the_product_on_a_gpu(on_device: GatedProduct, rows: int, tokens: int, c
     extra = ((x_scale, w_scale), multiplier) if coded else ()
     got = on_device.run(x, weight, tokens, *extra)
     assert torch.equal(got.float(), on_device.run(x, weight, tokens, *extra).float())
-    if not coded:
-        want = gemm.gemm(x, weight, None, gemm.Tiling(128, 128, 64, 3, 8, 8, 1), activation="geglu")
-        assert torch.equal(got, want), (got.float() - want.float()).abs().max()
-        return
-    want = fp8_linear_geglu_reference(x, weight, (x_scale, w_scale), multiplier).float()
-    torch.testing.assert_close(got.float(), want, rtol=0.13, atol=0.25)
+    tiling = gemm.Tiling(128, 128, 128 if coded else 64, 3, 8, 8, 1)
+    if coded:
+        want = fp8_linear.run_geglu(tiling.config, x, weight, (x_scale, w_scale), multiplier)
+    else:
+        want = gemm.gemm(x, weight, None, tiling, activation="geglu")
+    # A row has the same bits in a batch, where the other kernel may be faster.
+    assert torch.equal(got.float(), want.float()), (got.float() - want.float()).abs().max()
 
 
 def test_what_it_takes() -> None:
