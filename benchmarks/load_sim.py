@@ -23,12 +23,11 @@ from typing import Any
 
 from fleet import SETTINGS, Demand, beats_passed
 
-from stretto.sched.dispatch import Decision, DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.dispatch import ANSWER_S, Decision, DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.patience import Patience
 
 DENOISE_STEPS = 10
 HOST_S = 0.0008  # from the end of a batch on the device to the answer on its way
-ANSWER_S = 0.001  # what dispatch allows for that
 DECIDE_S = 0.0002  # one decision and launch on the host
 HALF_LIFE_S = 2.0
 MISSES = 0.01

@@ -66,10 +66,13 @@ def test_every_plan_gives_the_same_bits(tiny_checkpoint: Path, policy: Policy, p
         other.close()
 
 
+@pytest.mark.parametrize("plan", ["overlapped", "auto", "whole"])
 @pytest.mark.parametrize("sms", [(88,), (88, 0), (88, 44)])
-def test_parts_for_lanes_that_the_device_cannot_have_are_refused(tiny_checkpoint: Path, sms: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="two lanes of a GPU"):
-        load_policy(tiny_checkpoint, PolicyOptions(device="cpu", plan="overlapped", lane_sms=sms, degenerate="hold"))
+def test_parts_for_lanes_that_the_device_cannot_have_are_refused(
+    tiny_checkpoint: Path, plan: PlanKind, sms: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=r"lane_sms: got \(88.*on cpu, .*two lanes of a GPU"):
+        load_policy(tiny_checkpoint, PolicyOptions(device="cpu", plan=plan, lane_sms=sms, degenerate="hold"))
 
 
 def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:

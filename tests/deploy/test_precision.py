@@ -21,7 +21,7 @@ from stretto.core.errors import ConfigError
 from stretto.core.policy import RequestOptions
 from stretto.deploy import shadow
 from stretto.deploy.bench import BenchOptions, bench_policy
-from stretto.deploy.calibration import Observer, read_observations
+from stretto.deploy.calibration import Observer, Observing, calibrate_at_random, read_observations
 from stretto.deploy.policy import Policy, PolicyOptions, load_policy
 from stretto.deploy.precision import FILE, Calibration, check_accuracy, fingerprint
 from stretto.models import pi0
@@ -93,6 +93,28 @@ def test_one_request_in_two_runs_beside_fp8_and_its_distance_is_a_metric(checkpo
     assert (metrics["fp8_shadow_compared_total"], metrics["fp8_shadow_beyond_gate_total"]) == (2, 0)
     assert 0.99 < metrics["fp8_shadow_cosine_worst"] <= metrics["fp8_shadow_cosine_mean"] < 1.0
     assert metrics["fp8_shadow_max_abs"] > 0.0
+
+
+def test_the_time_of_second_runs_is_known_once_they_are_warm() -> None:
+    often, seldom = (shadow.Shadow(pi0_model(), "cpu", "eager", every) for every in (1, 100))
+    assert often.seconds_per_request == 0.0
+    for runs in (often, seldom):
+        runs.warm()
+        runs.close()
+    assert 0.0 < 10 * seldom.seconds_per_request < often.seconds_per_request
+
+
+def pi0_model() -> pi0.Pi0Model:
+    model = pi0.build(pi0.tiny()[0].config, device="cpu", dtype="float32", rtc=("vjp",))
+    model.randomize(seed=0)
+    return model
+
+
+def test_a_model_that_offers_gradients_is_calibrated_without_them_or_refused() -> None:
+    model = pi0_model()
+    assert min(calibrate_at_random(model, "cpu", 1).input_max.values()) > 0.0
+    with pytest.raises(ConfigError, match=r"rtc: got .*vjp"):
+        Observing(model)
 
 
 def test_a_calibration_that_cuts_inputs_is_noticed_by_the_run_beside_it(

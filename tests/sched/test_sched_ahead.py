@@ -142,3 +142,18 @@ def test_chunks_of_one_batch_are_handed_over_one_after_the_other() -> None:
         outcome = Simulation({"m": Load(plan, replace(profile, host_row_s=more_s))}, runs, trace=True).run(math.inf)
         ended[more_s] = max(x.begin_s for x in outcome.trace or () if x.device == "gpu:1" and len(x.chunks) == 3)
     assert ended[0.02] - ended[0.0] == pytest.approx(2 * 0.02)
+
+
+def test_the_simulator_bounds_batches_by_the_spare_time_of_a_hurried_stream_as_the_executor_does() -> None:
+    profile = toy(2, 1, per_row_s=0.010, carry="none")
+    plan = replace(whole(profile, pool(1)[0], quantum=1, batch_cap=4), in_flight=1, dispatch="deadline_limited")
+    patient = [StreamRun(f"p{i}", "m", interval_s=0.2, response_s=0.19, start_s=0.1) for i in range(4)]
+    hurried = StreamRun("hurried", "m", interval_s=0.2, response_s=0.07)
+
+    def largest(runs: list[StreamRun]) -> int:
+        outcome = Simulation({"m": Load(plan, profile)}, runs, weather=Weather(ahead=0), trace=True).run(2.0)
+        assert not any(s.refused for s in outcome.streams)
+        return max(len(launch.chunks) for launch in outcome.trace or ())
+
+    # The hurried one has 50 ms to spare; a batch of two takes 20.
+    assert (largest(patient), largest([*patient, hurried])) == (4, 1)

@@ -193,6 +193,12 @@ def test_a_batch_is_no_longer_than_who_may_come_next_can_wait_for() -> None:
     assert deadline_limited(0.0, tasks, never).run == (0,)
 
 
+def test_batches_that_save_much_time_are_not_split_for_who_may_come_next() -> None:
+    tasks = [robot(i, 0, 1.0) for i in range(4)]
+    saving = Limits(4, costs={**STAGES, 0: (0.005, 0.0055, 0.006, 0.0065)}, margin=0.0, patience_s=0.001)
+    assert len(deadline_limited(0.0, tasks, saving).run) == 4
+
+
 def test_patience_is_a_share_of_what_the_tightest_of_late_had_to_spare() -> None:
     patience = Patience()
     assert patience.note(1, math.inf, 0.0) == math.inf

@@ -14,13 +14,19 @@ from stretto.sched.robots import Fleet, Robot, Server
 ALLOWED_MISSED = 0.01
 
 
-def profile_of(model: str, route: Route, plan: Plan, costs: Mapping[tuple[str, ...], Sequence[float]]) -> Profile:
-    """Return what the engine measured, as a profile with one stage for each piece that runs without a break."""
+def profile_of(
+    model: str, route: Route, plan: Plan, costs: Mapping[tuple[str, ...], Sequence[float]], beside_s: float = 0.0
+) -> Profile:
+    """Return what the engine measured, as a profile with one stage for each piece that runs without a break.
+
+    `beside_s`: device time that other work takes for each request, which is counted to its first piece.
+    """
     (placements,) = plan.classes.values()
     pieces = [route.signature(p.segment) for p in placements]
     names = {signature: "+".join(dict.fromkeys(signature)) for signature in pieces}
+    more = {signature: beside_s / pieces.count(signature) if signature == pieces[0] else 0.0 for signature in pieces}
     stages = {
-        names[signature]: StageProfile(BatchCost(tuple(enumerate(seconds, 1))))
+        names[signature]: StageProfile(BatchCost(tuple((n, s + n * more[signature]) for n, s in enumerate(seconds, 1))))
         for signature, seconds in costs.items()
         if signature in names
     }

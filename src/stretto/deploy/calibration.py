@@ -30,6 +30,13 @@ class Observing:
     """A model that notes its products' inputs while it runs, for as long as this is entered."""
 
     def __init__(self, model: Pi0Model) -> None:
+        """Make one.
+
+        Raises:
+            ConfigError: if the model offers `vjp`: where gradients are kept, products run past who notes their inputs.
+        """
+        if "vjp" in model.rtc_modes:
+            raise ConfigError("rtc", got=list(model.rtc_modes), expected="no vjp while a calibration is made")
         self.model = model
         self._view, self._noted = observed(model.module)
 
@@ -89,13 +96,14 @@ class Observer:
 
 
 def calibrate_at_random(model: Pi0Model, device: str, count: int = 4) -> Calibration:
-    """Calibrate a model on random pixels, tokens and noise: enough to time it."""
-    with Observing(model) as observing:
-        engine = Engine(model, whole(model.route, device, mode="eager"))
+    """Calibrate a model on random pixels, tokens and noise: enough to time it. Chunks do not continue others."""
+    plain = Pi0Model(model.config, model.module, model.pixels)
+    with Observing(plain) as observing:
+        engine = Engine(plain, whole(plain.route, device, mode="eager"))
         engine.warm()
         observing.forget()
         try:
-            run_rows(engine, model.example_inputs(count))
+            run_rows(engine, plain.example_inputs(count))
         finally:
             engine.close()
         return observing.calibration("synthetic", count)

@@ -93,8 +93,8 @@ class Policy:
         if self._shadow is not None:
             self._shadow.warm()
         if self.engine.costs:
-            model = self.loaded.model
-            self._gate.open(profile_of(model.name, model.route, self.engine.plan, self.engine.costs))
+            model, beside_s = self.loaded.model, self._shadow.seconds_per_request if self._shadow is not None else 0.0
+            self._gate.open(profile_of(model.name, model.route, self.engine.plan, self.engine.costs, beside_s))
         self._warm = True
 
     def open_session(self, session_id: str, peer: str = "") -> Session:

@@ -82,21 +82,25 @@ class PolicyOptions:
 
 
 def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan:
-    """Make the plan that the options ask for."""
+    """Make the plan that the options ask for.
+
+    Raises:
+        ConfigError: naming the option that cannot be, or does not go with the others.
+    """
     if options.max_batch < 1:
         raise ConfigError("max_batch", got=options.max_batch, expected="1 or more")
     mode = resolve_mode(options.mode, device)
     kind = options.plan if options.plan != "auto" else ("whole" if options.max_batch == 1 else "per_visit")
+    sms = options.lane_sms
+    if sms and (kind != "overlapped" or len(sms) != 2 or min(sms) < 1 or device.type != "cuda"):
+        expected = "none, or with plan overlapped the multiprocessors of two lanes of a GPU"
+        raise ConfigError("lane_sms", got=f"{sms} with plan {kind} on {device.type}", expected=expected)
     if kind == "whole":
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     elif kind == "overlapped":
-        if options.lane_sms and (len(options.lane_sms) != 2 or min(options.lane_sms) < 1 or device.type != "cuda"):
-            expected = "none, or the multiprocessors of two lanes of a GPU"
-            raise ConfigError("lane_sms", got=f"{options.lane_sms} on {device.type}", expected=expected)
-        parted = bool(options.lane_sms)
-        between = options.max_batch > 1 or parted
+        between = options.max_batch > 1 or bool(sms)
         plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=between)
-        plan = replace(plan, lane_sms={str(device): options.lane_sms} if parted else {})
+        plan = replace(plan, lane_sms={str(device): sms} if sms else {})
     else:
         plan = per_visit(route, str(device), batch_cap=options.max_batch, mode=mode)
     plan = plan.with_shapes({"batch": (*[n for n in BATCH_SIZES if n < options.max_batch], options.max_batch)})

@@ -31,7 +31,8 @@ class Shadow:
         if every < 1:
             raise ConfigError("fp8_shadow", got=every, expected="1 or more: one request in so many")
         plain = Pi0Model(model.config, model.module, model.pixels, model.rtc_modes)
-        self._engine = Engine(plain, whole(plain.route, device, mode=mode))
+        # What it costs is measured where dispatch looks ahead.
+        self._engine = Engine(plain, whole(plain.route, device, mode=mode).with_dispatch("deadline_limited"))
         self._every = every
         self._lock = threading.Lock()
         self._seen = self._compared = self._skipped = self._beyond = 0
@@ -41,6 +42,11 @@ class Shadow:
     def warm(self) -> None:
         self._engine.warm()
         self._stream = self._engine.open()
+
+    @property
+    def seconds_per_request(self) -> float:
+        """What the second runs add to each request on average; 0 before `warm`."""
+        return sum(seconds[0] for seconds in self._engine.costs.values()) / self._every
 
     def close(self) -> None:
         self._engine.close()

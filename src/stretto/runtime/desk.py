@@ -23,11 +23,10 @@ from stretto.runtime.repertoire import Entry, Repertoire
 from stretto.runtime.residents import Residents
 from stretto.runtime.timing import Stamp
 from stretto.runtime.ways import Ways
-from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.dispatch import ANSWER_S, DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.patience import Patience
 
 _REFUSALS: Mapping[str, type[RefusedError]] = {"deadline": DeadlineError, "superseded": SupersededError}
-ANSWER_S = 0.001  # from the end of a batch on the device to the answer on its way
 
 Fail = Callable[[Flow, Exception], None]
 

@@ -38,11 +38,9 @@ from stretto.runtime.partition import LaneStreams
 from stretto.runtime.repertoire import Repertoire
 from stretto.runtime.staging import Staging
 from stretto.runtime.ways import Ways, ways_of
+from stretto.sched.dispatch import LOOKS_AHEAD
 
 log = logging.getLogger(__name__)
-
-LOOKS_AHEAD = ("deadline_limited",)
-"""Dispatch policies that hold costs against deadlines."""
 
 
 class Executor:

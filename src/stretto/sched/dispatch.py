@@ -15,6 +15,8 @@ from stretto.sched.dispatch_deadline import deadline_limited
 from stretto.sched.dispatch_types import Decision, DispatchPolicy, Limits, Refusal, Waiting
 
 __all__ = [
+    "ANSWER_S",
+    "LOOKS_AHEAD",
     "POLICIES",
     "Decision",
     "DispatchPolicy",
@@ -154,6 +156,12 @@ POLICIES: Mapping[str, DispatchPolicy] = {
     "fill_first": fill_first,
     "deadline_limited": deadline_limited,
 }
+
+
+LOOKS_AHEAD = ("deadline_limited",)
+"""Policies that hold costs against deadlines."""
+ANSWER_S = 0.001
+"""What they leave from the end of a batch on the device to the answer on its way."""
 
 
 def policy(name: str) -> DispatchPolicy:

@@ -17,6 +17,10 @@ Visits = tuple[tuple[int, int], ...]
 """(kind, how many visits of it are left), in the order of the route."""
 
 
+SPLITTING = 1.2
+"""How many times longer a row may take in a smaller batch for the sake of who may come meanwhile."""
+
+
 class Splits(NamedTuple):
     """How to run 0, 1, 2, ... rows of one kind: in one batch or, where padding makes that cheaper, in several."""
 
@@ -45,9 +49,11 @@ def batch_size(kind: int, rows: int, limits: Limits) -> int:
     if not costs:
         return min(rows, cap)
     size = splits(tuple(costs), cap).first[min(rows, 2 * cap)]
-    while size > 1 and limits.seconds(kind, size) > limits.patience_s:
-        size -= 1
-    return size
+    if limits.seconds(kind, size) <= limits.patience_s:
+        return size
+    dear_s = SPLITTING * limits.seconds(kind, size) / size
+    cheap = [n for n in range(size, 0, -1) if limits.seconds(kind, n) <= dear_s * n]
+    return next((n for n in cheap if limits.seconds(kind, n) <= limits.patience_s), cheap[-1])
 
 
 class Left(NamedTuple):

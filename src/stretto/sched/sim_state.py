@@ -6,14 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Placement, Plan
 from stretto.sched.captures import captured_rows
-from stretto.sched.dispatch import DispatchPolicy, Limits, Waiting, policy
+from stretto.sched.dispatch import ANSWER_S, LOOKS_AHEAD, DispatchPolicy, Limits, Waiting, policy
 from stretto.sched.hardware import CPU
 from stretto.sched.outcome import StreamOutcome
+from stretto.sched.patience import Patience
 from stretto.sched.plans import waits
 from stretto.sched.profile import Profile
 from stretto.sched.sim_lanes import Chip, Running, slowdown
@@ -91,6 +92,16 @@ class SimDevice:
     """Kind -> seconds of a batch of 0, 1, 2, ..."""
     limits: Limits = field(default_factory=Limits)
     policy: DispatchPolicy = field(default_factory=lambda: policy("earliest_deadline_first"))
+    patience: Patience | None = None
+    """Kept where dispatch holds costs against deadlines."""
+
+    def hear_deadline(self, task: Waiting) -> None:
+        """Bound batches by what a chunk that comes in can spare, as the executor does."""
+        assert self.patience is not None
+        alone_s = self.limits.seconds(task.kind, 1) + task.remaining_s
+        patience_s = self.patience.note(task.stream, task.deadline_s - task.ready_s - alone_s, task.ready_s)
+        if patience_s != self.limits.patience_s:
+            self.limits = replace(self.limits, patience_s=patience_s)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,8 +206,9 @@ def build_devices(loads: Mapping[str, Load], weather: Weather, slots: int, strea
         caps = {k: loads[model].plan.batch_cap(device.name) for (model, _), k in device.kinds.items()}
         costs = {k: device.costs[k][1:] for k in caps}
         most = max(caps.values(), default=1)
-        device.limits = Limits(most, kind_caps={} if len(plans) == 1 else caps, costs=costs)
+        device.limits = Limits(most, kind_caps={} if len(plans) == 1 else caps, costs=costs, answer_s=ANSWER_S)
         device.policy = policy(plans[0].dispatch)
+        device.patience = Patience() if plans[0].dispatch in LOOKS_AHEAD else None
     return devices
 
 

@@ -143,22 +143,23 @@ class Simulation:
         run, at = flow.run, flow.at
         device.flows[flow.key] = flow
         deadline = flow.due + run.pace_s
-        device.ready.append(
-            Waiting(
-                flow.key,
-                run.kind[at],
-                flow.ready,
-                flow.due,
-                deadline,
-                run.id,
-                flow.chunk,
-                run.progress[at],
-                run.remaining[at],
-                at > 0,
-                run.served,
-                run.ahead[at],
-            )
+        task = Waiting(
+            flow.key,
+            run.kind[at],
+            flow.ready,
+            flow.due,
+            deadline,
+            run.id,
+            flow.chunk,
+            run.progress[at],
+            run.remaining[at],
+            at > 0,
+            run.served,
+            run.ahead[at],
         )
+        device.ready.append(task)
+        if device.patience is not None and at == 0:
+            device.hear_deadline(task)
 
     def _choice(self, device: SimDevice) -> list[Waiting]:
         """Chunks that hold a slot, and as many others as slots are free, in order of arrival."""
