@@ -15,9 +15,8 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
-from stretto.layers.kernels.gemm import starts_early
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs
+from stretto.layers.kernels.overlap import await_inputs, passes_early
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -87,7 +86,7 @@ def activate_into(x: Tensor, multiplier: Tensor, out: Tensor | None, *, gelu: bo
     x = x.contiguous()
     width = x.shape[-1] // (2 if gated else 1)
     out = torch.empty(*x.shape[:-1], width, dtype=E4M3, device=x.device) if out is None else out
-    block, overlap = min(block_of(width), MAX_BLOCK), starts_early(x, out.numel() // width)
+    block, overlap = min(block_of(width), MAX_BLOCK), passes_early(x, out.numel() // width)
     _kernel[(out.numel() // width, cdiv(width, block))](
         x, out, multiplier, width, GELU=gelu, GATED=gated, BLOCK=block,
         OVERLAP=overlap, num_warps=warps_of(block), launch_pdl=overlap,

@@ -13,10 +13,9 @@ from torch import Tensor
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Addressing, Modulation, ada_rms_norm_reference, line_of
 from stretto.layers.kernels.fp8_activation import E4M3, on_fp8_chip, store_fp8, to_fp8_reference
-from stretto.layers.kernels.gemm import starts_early
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
 from stretto.layers.kernels.layer_norm import layer_norm_reference
-from stretto.layers.kernels.overlap import await_inputs
+from stretto.layers.kernels.overlap import await_inputs, passes_early
 from stretto.layers.kernels.rms_norm import rms_norm_reference
 
 
@@ -156,7 +155,7 @@ def _launch(
     if isinstance(factor, Tensor):
         factor = Addressing(factor, 0, factor, False, False)
     gate_of = gate or factor
-    block, overlap = block_of(width), starts_early(residual, residual.numel() // width)
+    block, overlap = block_of(width), passes_early(residual, residual.numel() // width)
     _kernel[(residual.numel() // width,)](
         residual, residual if y is None else y.contiguous(), out, total, multiplier,
         gate_of.table, gate_of.stride, gate_of.rows, factor.table, factor.stride, factor.rows,

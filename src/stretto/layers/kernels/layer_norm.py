@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, passes_early
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -148,7 +149,9 @@ def _affine_layer_norm_kernel(
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     column = tl.arange(0, BLOCK)[None, :]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     inside = (column < width) & (row < rows)
@@ -232,11 +235,12 @@ def launch_affine(
     rows, period = out.numel() // width, x.numel() // width
     splits = 1 if y is None else y.numel() // out.numel()
     choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
+    early = passes_early(x, rows)
     _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
         x, out if y is None else y.contiguous(), out if y_bias_D is None else y_bias_D, out, out if total is None else total,
         weight_D, bias_D, rows, period, width, eps,
         ADD=y is not None, SPLITS=splits, BIASED=y_bias_D is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width),
-        num_warps=int(choice["warps"]),
+        OVERLAP=early, num_warps=int(choice["warps"]), launch_pdl=early,
     )  # fmt: skip
 
 

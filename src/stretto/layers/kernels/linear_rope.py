@@ -22,7 +22,7 @@ from stretto.layers.kernels import gemm
 from stretto.layers.kernels.fold import Fold, arguments_of, fold_line, kind_of
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import block_of, cdiv, jit, tl
-from stretto.layers.kernels.overlap import await_inputs, prefetch_rows
+from stretto.layers.kernels.overlap import await_inputs, passes_early, prefetch_rows
 from stretto.layers.kernels.rope import rotary_angles, rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
@@ -264,7 +264,7 @@ def rotate_and_write(
     """Rotate and write a product; an fp32 one is rounded to the arena's dtype afterwards."""
     (batch, tokens), (kv_heads, head_dim) = qkv_BTC.shape[:2], k_arena_SPKd.shape[-2:]
     q = torch.empty(batch, tokens, heads, head_dim, dtype=k_arena_SPKd.dtype, device=qkv_BTC.device)
-    early = gemm.starts_early(q, batch * tokens)
+    early = passes_early(q, batch * tokens)
     _rotate_write_kernel[(batch * tokens,)](
         qkv_BTC, cos, sin, slots_B, q, k_arena_SPKd, v_arena_SPKd, tokens,
         *k_arena_SPKd.stride()[:2], *v_arena_SPKd.stride()[:2], *arguments_of(fold, q), FOLD=kind_of(fold),

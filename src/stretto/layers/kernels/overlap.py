@@ -15,6 +15,9 @@ from torch import Tensor
 from stretto.core.env import OVERLAP
 from stretto.layers.kernels.language import jit, tl
 
+PASS_ROWS = 600
+"""From these rows on a pass waits for its launch."""
+
 
 @functools.cache
 def _can_overlap(index: int | None) -> bool:
@@ -24,6 +27,11 @@ def _can_overlap(index: int | None) -> bool:
 def overlaps(x: Tensor) -> bool:
     """Tell whether kernels on x's device are launched this way; never where they are interpreted."""
     return x.is_cuda and _can_overlap(x.device.index) and OVERLAP.read()
+
+
+def passes_early(x: Tensor, rows: int) -> bool:
+    """Tell whether a pass over so many rows starts before the kernel ahead ends."""
+    return rows < PASS_ROWS and overlaps(x)
 
 
 @jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.overlap import await_inputs, passes_early
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -47,7 +48,9 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    await_inputs(OVERLAP)
     column = tl.arange(0, BLOCK)
     inside = column < width
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -95,10 +98,11 @@ def _launch(
     choice: Config | None = None,
 ) -> None:
     width = x.shape[-1]
-    block = block_of(width)
-    _rms_norm_kernel[(x.numel() // width,)](
+    block, rows = block_of(width), x.numel() // width
+    early = passes_early(x, rows)
+    _rms_norm_kernel[(rows,)](
         x, residual, weight_D, out, total, width, eps, ADD=add, UNIT_OFFSET=unit_offset, BLOCK=block,
-        num_warps=_warps(width) if choice is None else int(choice["warps"]),
+        OVERLAP=early, num_warps=_warps(width) if choice is None else int(choice["warps"]), launch_pdl=early,
     )  # fmt: skip
 
 
