@@ -29,6 +29,7 @@ def test_a_film_is_written_with_as_many_frames_as_asked(tmp_path: Path) -> None:
         (["--decoder", "none"], "decoder: got none"),
         (["--devices", "cuda:63"], "device: got cuda:63"),
         (["--seconds", "0"], "seconds: got 0.0"),
+        (["--out", "/dev/null/w.gif"], "out: got /dev/null/w.gif"),
         (["--prompt", "word " * 9], "prompt: got 9 words, expected at most 8"),
     ],
 )

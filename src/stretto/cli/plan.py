@@ -96,6 +96,7 @@ def run(args: Args) -> int:
 
 def _usable(args: Args) -> None:
     """Refuse what would only show after the planning."""
+    from stretto.cli.files import writable
     from stretto.core.errors import ConfigError
 
     if args.intervals < 4:
@@ -105,9 +106,8 @@ def _usable(args: Args) -> None:
     for path in (p for p in (*args.profile, args.check) if p is not None):
         if not path.is_file():
             raise ConfigError("profile" if path in args.profile else "check", got=str(path), expected="a JSON file")
-    for name, target in (("out", args.out), ("picture", args.picture)):
-        if target is not None and not target.parent.is_dir():
-            raise ConfigError(name, got=str(target), expected=f"a file in a folder that is there, {target.parent} is not")
+    writable("out", args.out)
+    writable("picture", args.picture)
     if args.plans is not None and args.plans.exists() and not args.plans.is_dir():
         raise ConfigError("plans", got=str(args.plans), expected="a folder")
 

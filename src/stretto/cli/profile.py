@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,8 +34,15 @@ class Args:
 
 def run(args: Args) -> int:
     from stretto.cli.bench import numbers, pixels
+    from stretto.cli.files import writable
+    from stretto.core.errors import ConfigError
     from stretto.deploy.profile import ProfileOptions, profile_preset
 
+    if args.n < 1:
+        raise ConfigError("n", got=args.n, expected="1 or more")
+    if not 0.0 <= args.sustained < math.inf:
+        raise ConfigError("sustained", got=args.sustained, expected="seconds, 0 or more")
+    writable("out", args.out)
     height, width = pixels(args.size)
     fields = {
         "frames_per_chunk": args.chunk_frames,

@@ -104,12 +104,14 @@ class Run:
     world: Flags = field(default_factory=WorldFlags)
 
     def run(self) -> int:
+        from stretto.cli.files import writable
         from stretto.core.errors import ConfigError
         from stretto.deploy.world_text import read_embedding
         from stretto.evals.video import write_video
 
         if not 0.0 < self.seconds < math.inf:
             raise ConfigError("seconds", got=self.seconds, expected="a finite time above 0")
+        writable("out", self.out)
         prompt = self.prompt if self.embedding is None else read_embedding(self.embedding)
         world = self.world.build()
         try:
