@@ -115,6 +115,16 @@ def test_circular_admission_leaves_no_slot_idle_and_no_chunk_waiting(steps: int,
     assert max(outcome.streams[0].responses_s()) == pytest.approx(profile.work_s, rel=0.02)
 
 
+def test_admission_slots_have_room_for_what_the_host_takes() -> None:
+    profile = replace(toy(8, 4), host_s=0.003, host_stage_s=0.001)
+    plan = circular(profile, pool(2))
+    stays = len(plan.classes["default"])
+    outcome = saturate(profile, plan, chunks=60)
+    alone_s = profile.work_s + stays * 0.003 + 32 * 0.001
+    assert interval(outcome, 20) == pytest.approx(alone_s / 2, rel=0.02)
+    assert max(outcome.streams[0].responses_s()) == pytest.approx(alone_s, rel=0.02)
+
+
 def test_slots_hold_back_chunks_that_have_none() -> None:
     profile = toy(2, 1)
     plan = replace(whole(profile, pool(1)[0], batch_cap=4), in_flight=8)

@@ -298,18 +298,19 @@ def build_run(id_: int, spec: StreamRun, loads: Mapping[str, Load], devices: Dev
         spec.in_flight or plan.credit(spec.stream_class),
         spec.pace_s or plan.pace_s.get(spec.stream_class, spec.response_s),
         plan.admission,
-        slot_s(delay, least, [p.device for p in placements]) if plan.admission else 0.0,
+        slot_s(delay, least, there, kind) if plan.admission else 0.0,
     )
 
 
-def slot_s(delays: Sequence[float], seconds: Sequence[float], devices: Sequence[str]) -> float:
-    """Return the longest stay of a chunk on a device between two hand-overs, with the hand-over."""
+def slot_s(delays: Sequence[float], seconds: Sequence[float], devices: Sequence[SimDevice], kinds: Sequence[int]) -> float:
+    """Return the longest stay of a chunk on a device between two hand-overs, with the hand-over and what the host takes."""
     longest = here = 0.0
     for i, s in enumerate(seconds):
+        if i == 0 or devices[i - 1] is not devices[i]:
+            here = devices[i].host[kinds[i]]
         here += s
-        if i + 1 == len(devices) or devices[i + 1] != devices[i]:
+        if i + 1 == len(devices) or devices[i + 1] is not devices[i]:
             longest = max(longest, here + (delays[i] if i < len(delays) else 0.0))
-            here = 0.0
     return longest
 
 

@@ -112,6 +112,8 @@ class Simulation:
                     run.scheduled_s = due
                     self._push(due, _SUBMIT, (run,), None)
                 return
+            if not spec.interval_s:
+                due = now  # a slot that was missed is not waited for: a chunk is asked for when it can come in
             flow = Flow(run, run.chunk, due, now)
             run.chunk += 1
             run.flying += 1
