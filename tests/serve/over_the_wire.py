@@ -63,7 +63,7 @@ def metric(server: ServerThread, line: str) -> float:
     return float(found[1])
 
 
-def until(condition: Any, timeout_s: float = 5.0) -> None:
+def until(condition: Any, timeout_s: float = 30.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "the condition never came true"

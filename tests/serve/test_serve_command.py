@@ -181,7 +181,7 @@ def test_a_terminated_server_leaves_its_traces_whole(start: Start, tmp_path: Pat
         client.infer(OBSERVATIONS["libero"])
     until(lambda: len(read_trace(lines)) == 3)  # while it runs; a line is written just after its answer
     command.process.send_signal(signal.SIGTERM)
-    _, said = command.process.communicate(timeout=20)
+    _, said = command.process.communicate(timeout=60)
     assert command.process.returncode == 0, said
     assert len([e for e in json.loads(timeline.read_text()) if e["name"] == "request"]) == 3
 
