@@ -93,7 +93,8 @@ def markdown(result: Row) -> str:
             lines.append(f"{head} | | {'met' if row['met'] else 'no profile'} |")
             continue
         named = "; ".join(_named(call) for call in why["calls"][:NAMED])
-        at = f"{why['of_clock_ms']:.1f} ({why['sm_mhz']:.0f} MHz) | {why['of_kernels_ms']:.1f}"
+        stages = ", ".join(f"{s['stage']} {s['above_at_clock_ms']:.1f}" for s in why["stages"])
+        at = f"{why['of_clock_ms']:.1f} ({why['sm_mhz']:.0f} MHz) | {why['of_kernels_ms']:.1f}: {stages}"
         lines.append(f"{head} {at} | {named} |")
     return "\n".join(lines)
 
