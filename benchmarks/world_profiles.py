@@ -1,11 +1,12 @@
 """Turns the profiles that `world.py` measured, and the decoder times of `wan_block.py`, into those that ship with the package.
 
     cd benchmarks/results && python ../world_profiles.py world_1x_h200.json world_2x_h200.json world_1x_vae_h200.json \\
-        --decoders wan_decode_h200.json
+        --decoders wan_decode_h200.json --hosts world_fidelity_2x_h200.json
 
 One file for each model and chunk shape, and one more with the full VAE as a stage where its decode time was measured: with
 the other stages, or by itself. The VAE of Wan2.1 is the same network at the same latent shape for 1.3B and 14B, so one
-measurement serves both. Later results take the place of earlier ones.
+measurement serves both. Later results take the place of earlier ones. What a host takes is timed on an engine, by another
+script; a model of which it was not timed takes the longest of the others, since it launches the same kernels.
 """
 
 from __future__ import annotations
@@ -35,6 +36,18 @@ def decodes(path: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
             if key not in found or row["p50_ms"] < found[key]["p50_ms"]:
                 found[key] = row
     return found
+
+
+def hosts(path: Path) -> dict[str, tuple[float, float]]:
+    """Return what the host takes to start an idle device: model -> seconds, and more for each stage of the launch."""
+    profiles = json.loads(path.read_text())["profiles"]
+    return {p["model"]: (p["host_s"], p["host_stage_s"]) for p in profiles if p.get("host_s")}
+
+
+def with_host(profile: Profile, times: dict[str, tuple[float, float]], source: str) -> Profile:
+    whole, stage = times.get(profile.model) or max(times.values())
+    note = f"{profile.provenance.note}; host of {source}"
+    return replace(profile, host_s=whole, host_stage_s=stage, provenance=replace(profile.provenance, note=note))
 
 
 def with_decoder(profile: Profile, rows: dict[tuple[int, int, str], dict[str, Any]], source: str) -> Profile | None:
@@ -72,15 +85,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--decoders", type=Path, required=True)
+    parser.add_argument("--hosts", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    rows = decodes(args.decoders)
+    rows, times = decodes(args.decoders), hosts(args.hosts)
     args.out.mkdir(parents=True, exist_ok=True)
     for path in args.results:
         for raw in json.loads(path.read_text())["profiles"]:
             profile = Profile.from_json(json.dumps(raw))
             made = replace(profile.provenance, note=f"{profile.provenance.note}; blocks of {path.name}")
-            profile = replace(profile, provenance=made)
+            profile = with_host(replace(profile, provenance=made), times, args.hosts.name)
             facts = profile.facts
             if "precision" in facts:  # `find` tells the others apart by fewer facts
                 continue
