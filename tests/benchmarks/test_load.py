@@ -293,8 +293,8 @@ def test_a_precision_that_the_machine_does_not_have_and_a_lack_of_time_are_rows(
 def test_one_call_compares_both_servers_under_every_demand_and_overload(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     # A robot may wait a whole second: other tests may be at work beside this one.
-    demands = ["--demand", "2:5:9000", "--demand", "1.8:10:9000", "--overload", "2"]
-    short = ["--seconds", "0.8", "--confirm", "0.8", "--most", "1", "--cap", "2", *demands]
+    demands = ["--demand", "2:5:9000:together", "--demand", "1.8:10:9000:together", "--overload", "2"]
+    short = ["--seconds", "0.7", "--confirm", "0.7", "--most", "1", "--cap", "2", *demands]
     load.main(["--model", "tiny", "--device", "cpu", "--stock", "graph", *short, "--out", str(out), "--traces", str(tmp_path)])
     found = json.loads(out.read_text())
     assert [row["demand"]["chunks_hz"] for row in found["demands"]] == [2.0, 1.8]
