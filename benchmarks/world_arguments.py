@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from stretto.core.plan import Mode
-from stretto.deploy.world_bench import WorldBench
+from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_bench_options import resolve
 from stretto.deploy.world_rig import hand_over
+from stretto.models.wan_config import WanConfig
 from stretto.sched.profile import Profile
 
 
@@ -24,6 +25,15 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; `--gpus` devices")
     parser.add_argument("--table", type=Path, help="a table of kernels, if it is there (STRETTO_KERNEL_TABLE)")
     parser.add_argument("--out", type=Path)
+
+
+def profiled(config: WanConfig, case: WorldCase) -> WorldBench:
+    """Profile a model on all devices at the same time; one after the other where that fails."""
+    try:
+        return WorldBench(config, case)
+    except Exception as error:  # a run on borrowed devices is worth more than a profile of devices side by side
+        print(f"# devices were not profiled at the same time: {type(error).__name__}: {error}", flush=True)
+        return WorldBench(config, replace(case, at_once=False))
 
 
 def with_hand_overs(bench: WorldBench, rows: int = 1) -> Profile:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from world_arguments import add_place, place_of, with_hand_overs
+from world_arguments import add_place, place_of, profiled, with_hand_overs
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.profile import ProfileOptions, profile_world
@@ -270,7 +270,7 @@ def main() -> None:
         )
         sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
         case = WorldCase(devices, mode, args.workers, profile_n=12, batches=tuple(args.batches), sustained_s=sustained_s)
-        bench = WorldBench(config, case)
+        bench = profiled(config, case)
         if mode == "graph":
             bench.profile = with_hand_overs(bench)
         result["profiles"].append(json.loads(bench.profile.to_json()))

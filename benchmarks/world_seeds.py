@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from world_arguments import add_place, place_of, with_hand_overs
+from world_arguments import add_place, place_of, profiled, with_hand_overs
 
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
@@ -188,7 +188,7 @@ def bench_of(
     sustained_s = args.sustained if devices[0].startswith("cuda") else 0.0
     case = WorldCase(tuple(devices), mode, args.workers, streams, profile_n=10, batches=(1, 4), sustained_s=sustained_s)
     same = last is not None and last.config == config and last.case.devices == case.devices
-    bench = last if same and last is not None else WorldBench(config, replace(case, streams=1))
+    bench = last if same and last is not None else profiled(config, replace(case, streams=1))
     if mode == "graph" and bench is not last:
         bench.profile = with_hand_overs(bench, max(case.batches) if len(devices) > 1 else 1)
     bench.case = case

@@ -48,6 +48,8 @@ class WorldCase:
     profile_n: int = 20
     sustained_s: float = 0.0
     """Profile blocks in launches in a row for so long, on every device; 0: one launch at a time, on the first alone."""
+    at_once: bool = True
+    """Time all devices at the same time, where they are timed in launches in a row; else one after the other."""
     batches: tuple[int, ...] = ()
     """Batch sizes to profile; none: one, and one for each denoise step."""
     profiles: tuple[Profile, ...] = ()
@@ -68,7 +70,11 @@ class WorldBench:
             # What is timed one launch at a time is not slowed by a neighbour.
             loaded = first.type == "cuda" and case.sustained_s > 0.0
             places = [torch.device(name) for name in case.devices] if loaded else [first]
-            self.profile, *others = [known] if known else profile_worlds(config, places, case.mode, options)
+            turns = [places] if case.at_once else [[place] for place in places]
+            found = (
+                [p for some in turns for p in profile_worlds(config, some, case.mode, options)] if known is None else [known]
+            )
+            self.profile, *others = found
             slow = [other.work_s / self.profile.work_s for other in others]
             self.slow = {name: round(times, 4) for name, times in zip(case.devices[1:], slow, strict=False)}
             """Device -> how many times longer it takes than the first, under load and for one row."""
