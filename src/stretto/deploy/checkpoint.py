@@ -102,46 +102,50 @@ def open_checkpoint(
         ConfigError: if an option does not fit the checkpoint.
     """
     path = find_checkpoint(name)
-    layout, trained_delay = layout_of(path), 0
+    layout = layout_of(path)
+    said = {"preset": preset, "tokenizer": tokenizer, "default_prompt": default_prompt, "degenerate": degenerate}
     if layout == "lerobot":
-        processor = PolicyProcessor.from_lerobot(
-            path,
-            preset=preset,
-            tokenizer=tokenizer,
-            default_prompt=default_prompt,
-            optional_cameras=optional_cameras,
-            degenerate=degenerate,
-            pad_state_bins=pad_state_bins,
-        )
-        steps = {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
-        raw = read_json(path / "config.json")
-        config = Pi0Config.from_lerobot({**raw, **steps})
-        trained_delay = _trained_delay(raw, config)
+        only = {"optional_cameras": optional_cameras, "pad_state_bins": pad_state_bins}
+        config, processor, trained_delay = _open_lerobot(path, denoise_steps, **said, **only)
     else:
-        if optional_cameras:
-            hint = "An openpi export's robot says `required = false` in its key map."
-            raise ConfigError("optional_cameras", got=list(optional_cameras), expected="none", hint=hint)
-        if pad_state_bins:
-            raise ConfigError("pad_state_bins", got=True, expected="False for an openpi export, whose state is never padded")
-        network, said = Pi0Config.from_openpi(tensor_shapes(path), **read_network_table(path)), read_manifest(path)
-        processor = PolicyProcessor.from_openpi(
-            path,
-            family=said.get("family", network.family),
-            preset=preset,
-            options=OpenpiOptions(image_size=said.get("image_size", network.image_size)),
-            tokenizer=tokenizer,
-            default_prompt=default_prompt,
-            degenerate=degenerate,
-        )
-        config = replace(
-            network,
-            action_horizon=processor.spec.action_horizon,
-            cameras=len(processor.spec.slots),
-            tokenizer_max_length=processor.spec.prompt.token_limit,
-            denoise_steps=network.denoise_steps if denoise_steps is None else denoise_steps,
-        )
+        _refuse_for_openpi(optional_cameras, pad_state_bins)
+        (config, processor), trained_delay = _open_openpi(path, denoise_steps, **said), 0
     _agree(config, processor, path)
     return Opened(config, processor, path, layout, trained_delay)
+
+
+def _open_lerobot(path: Path, denoise_steps: int | None, **options: Any) -> tuple[Pi0Config, PolicyProcessor, int]:
+    processor = PolicyProcessor.from_lerobot(path, **options)
+    steps = {} if denoise_steps is None else {"num_inference_steps": denoise_steps}
+    raw = read_json(path / "config.json")
+    config = Pi0Config.from_lerobot({**raw, **steps})
+    return config, processor, _trained_delay(raw, config)
+
+
+def _open_openpi(path: Path, denoise_steps: int | None, **options: Any) -> tuple[Pi0Config, PolicyProcessor]:
+    network, said = Pi0Config.from_openpi(tensor_shapes(path), **read_network_table(path)), read_manifest(path)
+    processor = PolicyProcessor.from_openpi(
+        path,
+        family=said.get("family", network.family),
+        options=OpenpiOptions(image_size=said.get("image_size", network.image_size)),
+        **options,
+    )
+    config = replace(
+        network,
+        action_horizon=processor.spec.action_horizon,
+        cameras=len(processor.spec.slots),
+        tokenizer_max_length=processor.spec.prompt.token_limit,
+        denoise_steps=network.denoise_steps if denoise_steps is None else denoise_steps,
+    )
+    return config, processor
+
+
+def _refuse_for_openpi(optional_cameras: Sequence[str], pad_state_bins: bool) -> None:
+    if optional_cameras:
+        hint = "An openpi export's robot says `required = false` in its key map."
+        raise ConfigError("optional_cameras", got=list(optional_cameras), expected="none", hint=hint)
+    if pad_state_bins:
+        raise ConfigError("pad_state_bins", got=True, expected="False for an openpi export, whose state is never padded")
 
 
 def read_network(name: str | Path) -> Pi0Config:
