@@ -262,6 +262,8 @@ def test_a_gpu_of_an_older_architecture_runs_the_reference_and_says_so(a_gpu: Ca
     assert "run as plain torch: the device is sm_75" in said["fused ops"]
     assert said["kernel choice"].startswith("on cuda:0: the reference (the device is sm_75")
     a_gpu(8, 9)
+    said = {check.name: check for check in _kernel_tables("cuda:0")}
+    assert "kernel table" not in said, "no table is for another card"
     assert implementation(rms_norm, "cuda:0") == "triton"
     assert why_not_triton("cuda", 0) is None
 

@@ -10,6 +10,10 @@ import socket
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.layers.tuning import Table
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -107,14 +111,20 @@ def _kernel_tables(device: str) -> list[Check]:
     except ConfigError as error:
         return [Check("kernel choice", False, str(error), "correct the table or remove it")]
     counts = {op: sum(place[0] == op for place in known.known) for op in sorted(tunables())}
-    checks = [
-        Check("kernel table", True, f"{t.path}: {t.device}, commit {', '.join(t.commits)}, torch {t.torch}, triton {t.triton}")
-        for t in known.tables
-    ]
+    checks = [_kernel_table(table) for table in known.tables]
     said = ", ".join(f"{op}: {f'{n} shapes from the table' if n else 'rule'}" for op, n in counts.items())
     why = _why_not_triton(device)
     kind = f"the reference ({why})" if why else said or "no op can be tuned"
     return [*checks, Check("kernel choice", bool(known.tables), f"on {device}: {kind}", "" if why else advice)]
+
+
+def _kernel_table(table: Table) -> Check:
+    import torch
+
+    said = f"{table.path}: {table.device}, commit {', '.join(table.commits)}, torch {table.torch}, triton {table.triton}"
+    # A choice of another version is right all the same, but a place in cuBLASLt's list may be another kernel there.
+    same = (table.torch, table.triton) == (torch.__version__, _version("triton"))
+    return Check("kernel table", same, said, "made with other versions; `stretto bench --tune` measures with those at hand")
 
 
 def _why_not_triton(device: str) -> str | None:
@@ -162,9 +172,9 @@ def run(args: Args) -> int:
         return 0
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Table as Columns
 
-    table = Table("check", "", "found", "advice", box=None)
+    table = Columns("check", "", "found", "advice", box=None)
     for c in checks:
         table.add_row(c.name, "[green]ok[/]" if c.ok else "[yellow]--[/]", escape(c.found), "" if c.ok else escape(c.advice))
     Console().print(table)
