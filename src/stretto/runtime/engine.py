@@ -10,37 +10,32 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import CapacityError, FieldError, PlanError, StreamClosedError, StrettoError, WorkerDiedError
+from stretto.core.errors import CapacityError, FieldError, StreamClosedError, StrettoError, WorkerDiedError
 from stretto.core.model import Model
 from stretto.core.plan import Plan
 from stretto.core.route import Route
-from stretto.parallel.local import LocalLink
 from stretto.runtime.arena import PackedRow
+from stretto.runtime.devices import Devices
 from stretto.runtime.entrance import Entrance
-from stretto.runtime.executor import Executor
-from stretto.runtime.fleet import Fleet, Workers
+from stretto.runtime.fleet import Workers
 from stretto.runtime.flow import Flow
 from stretto.runtime.layout import Streams
-from stretto.runtime.passage import Arrivals, Courier, Finisher, Passage
+from stretto.runtime.passage import Finisher, Passage
 from stretto.runtime.pending import Answer, Pending
 from stretto.runtime.room import Room
 from stretto.runtime.seat import Seat
 from stretto.runtime.slots import Slots
 from stretto.runtime.stream import Stream as Stream
 from stretto.runtime.ways import MAIN, ways_of
-from stretto.sched.dispatch import policy
-
-_TUNED = ("kind", "batch_caps", "in_flight", "credits", "pace_s", "admission", "dispatch", "ahead")
 
 
 class Engine:
@@ -74,41 +69,22 @@ class Engine:
             PlanError: if the plan does not fit the model.
         """
         self.model, self.plan = model, plan
-        self._most = {d.name: plan.batch_cap(d.name) for d in plan.devices}
         self.ways = ways_of(model, plan, routes)
         self._pending: dict[tuple[int, int], Pending] = {}
         self._open: dict[int, Stream] = {}
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
-        slots = slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices)
-        self._fleet: Fleet | None = None
         # What follows chunks of one batch, once these are through, can share a batch again, whoever is the first to ask.
         self._finisher = Finisher(self._passed, together=self.together if model.state else nullcontext)
-        self._links: dict[str, LocalLink] = {}
-        self.executors: Mapping[str, Seat]
-        if workers is not None:
-            self._fleet = Fleet(
-                model, plan, self.ways, workers, slots=slots, streams=streams,
-                passed=self._heard, failed=self._failed, died=self._died,
-            )  # fmt: skip
-            self.executors = self._fleet.seats
-        else:
-            self.executors = self._executors(slots, streams, callers_launch)
+        self._devices = Devices(
+            model, plan, self.ways, self._finisher, slots=slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices),
+            streams=streams, workers=workers, callers_launch=callers_launch,
+            passed=self._heard, failed=self._failed, died=self._died,
+        )  # fmt: skip
+        self.executors: Mapping[str, Seat] = self._devices.seats
         self.room = Room(model, plan, streams, self.executors)
         self._entrance = Entrance(self._lock, self._most_of, self._offer, time.monotonic)
-
-    def _executors(self, slots: int, streams: Streams, callers_launch: bool | None) -> dict[str, Executor]:
-        executors: dict[str, Executor] = {}
-        outputs = {name: route.outputs for name, route in self.ways.routes.items()}
-        courier = Courier(outputs, self._links, self._finisher)
-        for device in self.plan.devices:
-            executors[device.name] = executor = Executor(
-                self.model, self.plan, device.name, slots=slots, streams=streams, ways=self.ways,
-                depart=courier.depart, fail=self._fail, died=self._died, callers_launch=callers_launch,
-            )  # fmt: skip
-            self._links[device.name] = LocalLink(device.name, Arrivals(executor.offer_all).receive)
-        return executors
 
     def warm(self) -> None:
         """Capture all graphs, or wait for all workers, then start. Blocks until ready.
@@ -117,12 +93,7 @@ class Engine:
             WorkerDiedError: if a worker cannot start.
             LinkError: if two workers cannot be linked.
         """
-        if self._fleet is not None:
-            self._fleet.await_ready()
-        for executor in self.executors.values():
-            executor.warm()
-        for executor in self.executors.values():
-            executor.start()
+        self._devices.warm()
         self._finisher.start()
 
     @property
@@ -137,15 +108,8 @@ class Engine:
     @property
     def ended(self) -> str | None:
         """Why the engine can take no stream of any class any more, or None."""
-        reasons = [self._down(name) for name in self.plan.classes]
+        reasons = [self._devices.down(name) for name in self.plan.classes]
         return reasons[0] if all(reasons) else None
-
-    def _down(self, stream_class: str) -> str | None:
-        """Return which device of a class is gone, and why."""
-        for p in self.plan.placements(stream_class):
-            if dead := self.executors[p.device].dead:
-                return f"device {p.device} is down: {dead}"
-        return None
 
     @property
     def queue_depth(self) -> int:
@@ -163,8 +127,7 @@ class Engine:
     @property
     def slowed(self) -> dict[tuple[str, ...], float]:
         """Stages that run as one task -> how many times longer it takes beside another lane; known where costs are."""
-        near = (e for e in self.executors.values() if isinstance(e, Executor))
-        return {stages: factor for e in near for stages, factor in e.slowed.items()}
+        return self._devices.slowed
 
     @property
     def in_flight(self) -> int:
@@ -174,16 +137,16 @@ class Engine:
     @property
     def carriage(self) -> str:
         """How chunks cross between devices: within this process, or by what its workers can share."""
-        return self._fleet.carriage if self._fleet else "local"
+        return self._devices.carriage
 
     @property
     def workers(self) -> Mapping[str, int]:
         """Device -> process id of its worker; empty where there are none."""
-        return self._fleet.pids if self._fleet else {}
+        return self._devices.workers
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return device -> bytes of host memory that its worker holds, as it last said; empty where there are none."""
-        return self._fleet.resident_bytes if self._fleet else {}
+        return self._devices.resident_bytes
 
     def open(self, *, stream_class: str | None = None, seed: int = 0) -> Stream:
         """Open a stream of a class of the plan; by default of the one with the fewest streams that has room.
@@ -207,7 +170,7 @@ class Engine:
 
     def _open_in(self, name: str, seed: int) -> Stream:
         placements = self.plan.placements(name)
-        if down := self._down(name):
+        if down := self._devices.down(name):
             raise WorkerDiedError(down)
         with self._lock:
             self.room.take(name)
@@ -227,29 +190,12 @@ class Engine:
             PlanError: if the plan differs in anything else, or has larger batches than the engine was made for.
             ConfigError: if it names an unknown order.
         """
-        if replace(plan, **{name: getattr(self.plan, name) for name in _TUNED}) != self.plan or self._fleet is not None:
-            raise PlanError(
-                "plan", got=f"a plan of kind {plan.kind!r}", expected=f"one that differs in {_TUNED} alone, in one process"
-            )
-        for name, most in self._most.items():
-            if plan.batch_cap(name) > most:
-                raise PlanError(
-                    f"batch_caps[{name}]", got=plan.batch_cap(name), expected=f"at most {most}, as the engine was made for"
-                )
-        policy(plan.dispatch)
+        self._devices.retune(plan)
         self.plan = plan
-        for executor in self.executors.values():
-            assert isinstance(executor, Executor)
-            executor.retune(plan)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Start nothing while inside, so that what is submitted meanwhile can share batches. Devices of this process only."""
-        with ExitStack() as stack:
-            for executor in self.executors.values():
-                if isinstance(executor, Executor):
-                    stack.enter_context(executor.held())
-            yield
+        return self._devices.together()
 
     def help(self, done: Callable[[], bool]) -> None:
         """Do what the engine's threads would else be woken for, until `done` or there is nothing, for a caller about to wait.
@@ -261,12 +207,7 @@ class Engine:
     def close(self) -> None:
         """Stop all devices. Chunks that are not finished fail with StreamClosedError."""
         self._closed = True
-        for executor in self.executors.values():
-            executor.close()
-        for link in self._links.values():
-            link.close()
-        if self._fleet is not None:
-            self._fleet.close()
+        self._devices.close()
         self._finisher.close()
         for pending in list(self._pending.values()):
             self._fail(pending.flow, StreamClosedError("the engine was closed"))
@@ -281,7 +222,7 @@ class Engine:
             flow.deadline_s = flow.submitted_s + pace_s
         future = Answer(self._finisher)
         with self._lock:
-            self._pending[flow.key] = Pending(stream, flow, future, every_device=self._fleet is not None)
+            self._pending[flow.key] = Pending(stream, flow, future, every_device=self._devices.far)
             following = self._entrance.come(stream, flow)
         for entered in following:
             self._offer(entered)
@@ -359,7 +300,7 @@ class Engine:
         """Fail the streams that had state or chunks on a device; the others go on."""
         with self._lock:
             hit = [s for s in self._open.values() if any(p.device == device for p in self.plan.placements(s.stream_class))]
-        for stream in hit if self.model.state or self._fleet else ():
+        for stream in hit if self.model.state or self._devices.far else ():
             self._lose(stream, f"device {device} is down: {reason}")
 
     def _lose(self, stream: Stream, reason: str, kind: type[Exception] = WorkerDiedError) -> None:
