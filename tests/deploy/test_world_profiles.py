@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from stretto.deploy.world_bench import WorldBench, WorldCase
 from stretto.deploy.world_profiles import AtOnce, profile_worlds
 from stretto.deploy.world_rig import hand_over
 from stretto.deploy.worlds import TINY, config_of
+from stretto.runtime.engine import Engine
 
 CPU = torch.device("cpu")
 CONFIG = config_of(TINY, frames_per_chunk=1, window_frames=2, decoder="none", dtype="float32")
@@ -63,6 +65,7 @@ def test_where_one_device_fails_the_others_do_not_wait_and_its_error_is_told() -
 def test_hand_overs_are_timed_for_one_chunk_and_for_each_further_one_of_a_batch() -> None:
     bench = WorldBench(CONFIG, WorldCase(("cpu:0", "cpu:1"), "eager", profile_n=3, batches=(1, 2)))
     alone, several = hand_over(bench, turns=3), hand_over(bench, rows=2, turns=3)
+    assert not any(type(o) is Engine for o in gc.get_objects())  # with it would stay the memory of its streams
     assert alone.row_s == 0.0
     assert 0.0 <= several.row_s < 1.0
     assert 0.0 <= alone.host_s < 1.0

@@ -68,8 +68,10 @@ class Args:
 
 
 def run(args: Args) -> int:
+    from stretto.cli.files import writable
     from stretto.deploy.worlds import NAMES
 
+    writable("out", args.out)
     if args.tune:
         return _tune(args)
     world = args.model in NAMES

@@ -153,19 +153,28 @@ def hand_over(bench: WorldBench, rows: int = 1, turns: int = 6) -> HandOver:
     copy_s = stops * bench.profile.links["peer"].seconds(stage.crossing_bytes)
     rig = Rig(bench, plan)
     try:
-        streams = [rig.engine.open(seed=i) for i in range(rows)]
-        for stream in streams:
-            rig.prepare(stream)
-        index = itertools.count(bench.first_chunk)
-        one = _beyond_s(rig, streams[:1], [next(index) for _ in range(turns + 2)])[2:]
-        found = statistics.median(s - copy_s for s in one) / (1 + stops)
-        if rows == 1:
-            return HandOver(max(0.0, found))
-        all_ = _beyond_s(rig, streams, [next(index) for _ in range(turns)])[2:]
-        more = statistics.median(s - copy_s for s in all_) / (1 + stops) - found
-        return HandOver(max(0.0, found), max(0.0, more / (rows - 1)))
+        one, several = _rounds(rig, rows, turns)
     finally:
         rig.close()
+    found = statistics.median(s - copy_s for s in one) / (1 + stops)
+    more = statistics.median(s - copy_s for s in several) / (1 + stops) - found if rows > 1 else 0.0
+    return HandOver(max(0.0, found), max(0.0, more / max(1, rows - 1)))
+
+
+def _rounds(rig: Rig, rows: int, turns: int) -> tuple[list[float], list[float]]:
+    """Send one chunk a few times around, then as many as there are rows; what each round takes beyond device times.
+
+    Nothing of this may outlive the rig: streams hold an engine's memory.
+    """
+    streams = [rig.engine.open(seed=i) for i in range(rows)]
+    for stream in streams:
+        rig.prepare(stream)
+    index = itertools.count(rig.bench.first_chunk)
+    one = _beyond_s(rig, streams[:1], [next(index) for _ in range(turns + 2)])
+    several = _beyond_s(rig, streams, [next(index) for _ in range(turns)]) if rows > 1 else []
+    for stream in streams:
+        stream.close()
+    return one[2:], several[2:]
 
 
 def _beyond_s(rig: Rig, streams: Sequence[Stream], chunks: Sequence[int]) -> list[float]:
