@@ -1,10 +1,12 @@
 """The expert's launches in CUDA C++ at true shape: each against its reference, where its time goes, the ten-step loop.
 
     python benchmarks/expert_chain.py --out expert_chain.json [--probe benchmarks/launch_chain.cu] [--variants A=1,B=2 C=1]
+    python benchmarks/expert_chain.py --out expert_chain_fp8.json --fp8 [--variants ...]
 
 Launches are checked one by one: a run stops behind each, so a fault is found where it begins. Stamps taken inside of them are
 clock cycles of each CTA, and nanoseconds that all share. The loop runs ten denoise steps in one graph, with these launches and
-with the separate kernels in turn. A case that fails is a row with its error. JSON is written after every row.
+with the separate kernels in turn; with --fp8, with products in e4m3 and in bf16, in turn. A case that fails is a row with its
+error. JSON is written after every row.
 
 Shape legend: as in layers.cuda.chain.
 """
@@ -23,10 +25,11 @@ from typing import Any
 
 import torch
 from expert import Report, captured, config_of, denoise, prefix_of, replayed_ms
+from expert_chain_fp8 import CodedCase, check_coded_launches, check_coded_whole, coded_net, with_codes
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
+from stretto.layers.cuda.chain import LAUNCHES, Coded, ExpertChain, Memory, Weights, expert_chain
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
@@ -112,7 +115,7 @@ def check_whole(case: Case) -> dict[str, Any]:
     }
 
 
-def time_whole(case: Case) -> dict[str, Any]:
+def time_whole(case: Case | CodedCase) -> dict[str, Any]:
     """Time one step's layers, ten times in a graph; with less asked for ahead; and of how much each launch makes it longer."""
 
     def us(launches: int | None = None, **more: Any) -> float:
@@ -128,7 +131,7 @@ def time_whole(case: Case) -> dict[str, Any]:
     return {"step_us": us(), "by_ahead_us": {mask: us(ahead=mask) for mask in MASKS}, "added_us": added}
 
 
-def stamped(case: Case) -> dict[str, Any]:
+def stamped(case: Case | CodedCase) -> dict[str, Any]:
     """Where the cycles of a launch go: mean and most over CTAs and layers between events; how launches overlap."""
     sizes, depth = case.chain.sizes, len(case.weights)
     stamps = torch.zeros(depth, LAUNCHES, sizes.most_ctas, EVENTS, dtype=torch.int64, device=case.net.table.device)
@@ -163,7 +166,7 @@ def stamped(case: Case) -> dict[str, Any]:
 def with_chain(case: Case) -> None:
     """Let the net's expert run by these launches."""
 
-    def streamed(stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
+    def streamed(stream: Stream, norms: ExpertNorms, prefix: PrefixKV, _: Coded | None = None) -> Stream:
         lines = norms.lines(0), norms.lines(1)
         return case.chain.run(stream, case.weights, lines, prefix, theta=case.theta, eps=norms.eps)
 
@@ -186,11 +189,42 @@ def loop(case: Case, kept: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def fits(library: str) -> dict[str, Any]:
-    """How many clusters of each launch the device holds at once."""
-    ask, counts = ctypes.CDLL(library).stretto_chain_fits, (ctypes.c_int * LAUNCHES)()
+    """How many clusters of each launch the device holds at once, in bf16 and in e4m3."""
+    ask, counts = ctypes.CDLL(library).stretto_chain_fits, (ctypes.c_int * (2 * LAUNCHES))()
     ask.restype = ctypes.c_char_p
     error = ask(counts)
-    return {"error": error.decode()} if error else dict(zip(NAMES, counts, strict=True))
+    names = [*NAMES, *(f"{name} e4m3" for name in NAMES)]
+    return {"error": error.decode()} if error else dict(zip(names, counts, strict=True))
+
+
+def run_coded(report: Report, case: Case, variants: dict[str, Future[Path]]) -> None:
+    """Check and time the launches in e4m3, and the loop with either form by turns."""
+    net, chain, prefix = case.net, case.chain, case.prefix
+    x = torch.randn(1, net.config.action_horizon, net.config.action_dim, device=net.table.device)
+    coded_view, kept = coded_net(net, x, prefix), dict[str, Tensor]()
+    of = CodedCase(chain, coded_view, prefix, net.config.action_horizon, 3)
+    of.stream = case.stream
+    try:
+        for row in check_coded_launches(of):
+            report.add(**row)
+    except Exception as e:  # what comes next may still say more
+        report.add(kind="launch", form="e4m3", error=f"{type(e).__name__}: {e}"[:600])
+    report.attempt(lambda: check_coded_whole(of, case.run()), kind="whole", form="e4m3")
+    for turn in range(2):
+        with_chain(case)
+        report.attempt(lambda: loop(case, kept), kind="loop", by="chain", turn=turn)
+        with_codes(net, chain, of.coded, of.theta)
+        report.attempt(lambda: loop(case, kept), kind="loop", by="chain in e4m3", turn=turn)
+    report.attempt(lambda: time_whole(case), kind="time", form="bf16")
+    report.attempt(lambda: time_whole(of), kind="time", form="e4m3")
+    for text, future in variants.items():
+        report.attempt(lambda t=text, f=future: coded_variant(of, case, t, f), kind="variant", form="e4m3", macros=text)
+
+
+def coded_variant(case: CodedCase, plain: Case, text: str, path: Future[Path]) -> dict[str, Any]:
+    case.chain = ExpertChain(ctypes.CDLL(str(path.result())), 0)
+    row = check_coded_whole(case, plain.run()) | time_whole(case)
+    return row | stamped(case) if "STRETTO_STAMPS" in text else row
 
 
 def one_split() -> dict[str, Any]:
@@ -211,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--probe", type=Path, help="a program in CUDA C++ to build and run as well")
+    parser.add_argument("--fp8", action="store_true", help="the launches in e4m3, and only they and bf16 beside them")
     parser.add_argument("--variants", nargs="*", default=[], help="macros to compile others with: A=1,B=2")
     parser.add_argument(
         "--one-split", action="store_true", help="time the separate kernels with one split of the cache as well"
@@ -232,6 +267,10 @@ def main() -> None:
     net = model.module
     with torch.inference_mode():
         case, kept = Case(chain, net, net.config.action_horizon, 3), dict[str, Tensor]()
+        if options.fp8:
+            report.attempt(lambda: fits(where), kind="clusters at once")
+            run_coded(report, case, made)
+            return
         report.attempt(lambda: loop(case, kept), kind="loop", by="separate")
         if options.one_split:
             report.attempt(one_split, kind="one split")

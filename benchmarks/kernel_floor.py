@@ -144,7 +144,9 @@ def watched(calls: dict[str, Work]) -> Iterator[None]:
         return noted(product, lambda result: work_of("product", args, named, result), args, named)
 
     def chained(self: ExpertChain, stream: Any, weights: Any, lines: Any, keys: Any, **named: Any) -> Any:
-        work = chain_work(stream.residual_BTD, weights, keys.mask_BP.shape[1])
+        coded = named.get("coded")
+        read = weights if coded is None else coded.weights
+        work = chain_work(stream.residual_BTD, read, keys.mask_BP.shape[1])
         return noted(partial(chain, self), lambda _: work, (stream, weights, lines, keys), named)
 
     lent = patch.object(cublas_lt, "matmul", lt), patch.object(ExpertChain, "run", chained)
@@ -159,9 +161,8 @@ def chain_work(residual_BTD: Tensor, weights: Sequence[Sequence[Tensor]], prefix
     products = sum(w.numel() for layer in weights for w in layer)
     attended = len(weights) * inner * (prefix + residual_BTD.shape[1])
     kept = 4 * residual_BTD.shape[0] * prefix * len(weights) * (weights[0][0].shape[0] - inner) // 2
-    return Work(
-        f"expert chain, {len(weights)} layers, {rows} rows", rows * (2.0 * products + 4.0 * attended), 2.0 * products + kept
-    )
+    read = weights[0][0].itemsize * products + kept
+    return Work(f"expert chain, {len(weights)} layers, {rows} rows", rows * (2.0 * products + 4.0 * attended), read)
 
 
 class _Spans:

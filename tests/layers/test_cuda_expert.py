@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda import build
-from stretto.layers.cuda.chain import LAUNCHES, ExpertChain, Memory, Weights, expert_chain
+from stretto.layers.cuda.chain import LAUNCHES, Coded, ExpertChain, Memory, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, prefix_attention
+from stretto.layers.kernels.coded_layers import CodedLayer, CodedStream, code_stream, coded_layer
+from stretto.layers.kernels.expert_layers import Shape
+from stretto.layers.kernels.fold import shifted_products
+from stretto.layers.kernels.fp8_activation import to_fp8_reference
 from stretto.layers.kernels.gated_linear import gated_linear
 from stretto.layers.kernels.norm_linear import norm_geglu, norm_qkv
 from stretto.layers.kernels.stream import Stream, open_stream
@@ -30,10 +34,11 @@ class Call(NamedTuple):
     weights: list[Weights]
     norms: list[Modulation]
     keys: PrefixKV
+    coded: Coded | None = None
 
     def run(self, chain: ExpertChain, launches: int | None = None, memory: Memory | None = None) -> Stream:
-        lines = self.norms[0], self.norms[1]
-        return chain.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, launches=launches, memory=memory)
+        lines, named = (self.norms[0], self.norms[1]), {"launches": launches, "memory": memory, "coded": self.coded}
+        return chain.run(self.stream, self.weights, lines, self.keys, theta=1e4, eps=EPS, **named)
 
 
 def call(tokens: int, prefix: int, depth: int, device: str = "cpu") -> Call:
@@ -72,6 +77,32 @@ def by_steps(c: Call, stream: Stream, layer: int, dtype: torch.dtype = HALF) -> 
     hidden = norm_geglu.reference(middle.scaled_BRD, middle.squares_MP, w.gate_up, second, EPS)
     end = gated_linear.reference(hidden, w.down, middle.residual_BTD, second, third, dtype)
     return fresh, attended, middle, hidden, end
+
+
+def coded(c: Call) -> Call:
+    """The same call with its products in e4m3. Scales are what the first layer needs, and differ by layer."""
+    table, scales = c.norms[0].table, []
+    lines = torch.stack([n.table for n in c.norms], dim=1)
+    codes = []
+    for i, layer in enumerate(c.weights):
+        by = [w.abs().amax().float() / 448 for w in layer]
+        codes.append(Weights(*(to_fp8_reference(w, 1 / s) for w, s in zip(layer, by, strict=True))))
+        to_out, to_down = 100.0 + i, 40.0 - i
+        scales.append([by[0], to_out, by[1] / to_out, by[2], to_down, by[3] / to_down])
+    shift = lines[:, :, WIDTH : 2 * WIDTH]
+    qkv = [shifted_products(shift[:, 2 * i], w.qkv) for i, w in enumerate(c.weights)]
+    gate_up = [shifted_products(shift[:, 2 * i + 1], w.gate_up) for i, w in enumerate(c.weights)]
+    of = Coded(codes, torch.tensor(scales, device=table.device), torch.stack(qkv, dim=1), torch.stack(gate_up, dim=1))
+    return c._replace(coded=of)
+
+
+def coded_steps(c: Call, stream: CodedStream, layer: int, memory: Memory | None = None) -> CodedLayer:
+    """What each launch of a layer leaves where its products are in e4m3; with a memory, given the codes that lie there."""
+    assert c.coded is not None
+    left = (None, None, None)
+    if memory is not None:
+        left = memory.attended()[None], memory.stream(end=False)[0][None], memory.hidden()[None]
+    return coded_layer(layer, stream, c.coded, c.norms, c.keys, Shape(HEADS, 1, HEAD, 1e4, EPS), left)
 
 
 def off_by(got: Tensor, want: Tensor) -> float:
@@ -138,6 +169,50 @@ def test_layers_follow_each_other_and_equal_inputs_give_equal_bits(on_host: Expe
     same_stream(first, by_steps(c, stream, 1, torch.float32)[-1], 5e-3)
 
 
+def differs_by(got: Tensor, want: Tensor) -> float:
+    """Root mean square of what differs, over that of what is wanted: some codes may be rounded to their other neighbour."""
+    assert got.shape == want.shape
+    return ((got.float() - want.float()).square().mean() / want.float().square().mean()).sqrt().item()
+
+
+def test_each_coded_launch_leaves_what_its_codes_say(on_host: ExpertChain) -> None:
+    tokens = 13
+    c = coded(call(tokens, 77, 1))
+    memory = Memory(on_host.sizes, tokens, torch.device("cpu"), coded=True)
+    end = c.run(on_host, memory=memory)
+    fresh, attended, middle, hidden, want = coded_steps(c, code_stream(c.stream, EPS), 0, memory)
+    for launch, left in enumerate((fresh, attended, middle.codes_BTD, hidden)):
+        # Weights of attention are rounded to bf16, in another order.
+        assert differs_by(left_by(memory, launch), left[0]) < (2e-2 if launch == 1 else 4e-3)
+    assert off_by(memory.stream(end=False)[1].sum(-1) / WIDTH, middle.mean_BT1[0, :, 0]) < 2e-3
+    assert differs_by(end.residual_BTD, want.residual_BTD) < 3e-3
+    assert off_by(end.squares_MP.sum(-1) / WIDTH, want.mean_BT1[0, :, 0]) < 3e-3
+    scale, shift, _ = c.norms[2].parts()
+    last = torch.cat((want.residual_BTD * (1.0 + scale), shift), dim=1)
+    assert differs_by(end.scaled_BRD, last) < 3e-3
+
+
+def test_coded_layers_follow_each_other_and_are_near_to_uncoded_ones(on_host: ExpertChain) -> None:
+    plain = call(3, 9, 2)
+    c = coded(plain)
+    got, again = c.run(on_host), c.run(on_host)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    stream, near = code_stream(c.stream, EPS), c.stream
+    for layer in range(2):
+        stream, near = coded_steps(c, stream, layer)[-1], by_steps(c, near, layer)[-1]
+    assert differs_by(got.residual_BTD, stream.residual_BTD) < 3e-2
+    assert 1e-3 < differs_by(got.residual_BTD, near.residual_BTD) < 6e-2
+
+
+def test_codes_of_other_shapes_are_not_taken(on_host: ExpertChain) -> None:
+    of = coded(call(3, 9, 2)).coded
+    assert of is not None
+    assert on_host.takes_coded(of, 2)
+    assert not on_host.takes_coded(of, 1)
+    assert not on_host.takes_coded(of._replace(weights=call(3, 9, 2).weights), 2)
+    assert not on_host.takes_coded(of._replace(qkv_shifts=of.gate_up_shifts), 2)
+
+
 def takes(chain: ExpertChain, c: Call) -> bool:
     return chain.takes(c.weights, c.stream.residual_BTD.shape, c.stream.scaled_BRD.dtype, c.norms[0], c.keys)
 
@@ -200,6 +275,19 @@ def test_launches_on_the_device_leave_what_separate_kernels_would(on_device: Exp
     for layer in range(3):
         stream = by_steps(c, stream, layer, torch.float32 if layer == 2 else HALF)[-1]
     same_stream(got, stream, 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "prefix"), [(50, 968), (10, 784), (55, 960), (1, 1)])
+def test_coded_launches_on_the_device_leave_what_their_codes_say(on_device: ExpertChain, tokens: int, prefix: int) -> None:
+    c = coded(call(tokens, prefix, 1, "cuda"))
+    memory = Memory(on_device.sizes, tokens, torch.device("cuda"), coded=True)
+    end, again = c.run(on_device, memory=memory), c.run(on_device)
+    assert all(torch.equal(a, b) for a, b in zip(end, again, strict=True))
+    fresh, attended, middle, hidden, want = coded_steps(c, code_stream(c.stream, EPS), 0, memory)
+    for launch, left in enumerate((fresh, attended, middle.codes_BTD, hidden)):
+        assert differs_by(left_by(memory, launch), left[0]) < (2e-2 if launch == 1 else 4e-3)
+    assert differs_by(end.residual_BTD, want.residual_BTD) < 3e-3
 
 
 @pytest.mark.gpu

@@ -203,13 +203,13 @@ class Choices:
         return self.asked[place]
 
     def report(self) -> dict[str, Any]:
-        """Say where each kernel came from: `table`, `rule` (the op's own), or `reference` (plain torch)."""
+        """Say where each kernel came from: `table`, `rule` (the op's own), or `reference` (plain torch); or what it ran as."""
         ops = {op: {"rule" if kind == "triton" else kind for kind in kinds} for op, kinds in self.ran.items()}
         asked: dict[str, set[str]] = {}
         for (op, _, _), config in self.asked.items():
             asked.setdefault(op, set()).add("rule" if config is None else "table")
         for op, kinds in asked.items():
-            ops[op] = kinds | (ops.get(op, set()) & {"reference"})
+            ops[op] = kinds | (ops.get(op, set()) - {"rule"})
         return {
             "tables": [
                 {"path": str(t.path), "device": t.device, "commits": t.commits, "torch": t.torch, "triton": t.triton}

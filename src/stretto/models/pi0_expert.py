@@ -16,7 +16,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from stretto.layers.cuda.chain import Weights
+from stretto.layers.cuda.chain import Coded, Weights
 from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
@@ -152,13 +152,14 @@ class Expert(nn.Module):
             )
         return x
 
-    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV) -> Stream:
+    def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV, coded: Coded | None = None) -> Stream:
         """Run the same layers with norms folded into the products behind them, and sums into those before.
 
-        The result's scaled rows are in fp32, for what comes after the last norm.
+        The result's scaled rows are in fp32, for what comes after the last norm. `coded` are the products in e4m3, for where
+        there are launches that take them.
         """
         lines = [norms.lines(i) for i in range(2 * len(self.blocks) + 1)]
-        return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms), norms.shifts)
+        return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms), norms.shifts, coded)
 
     def streams(self, x_BSA: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> bool:
         """Tell whether `streamed` runs a call on these suffix tokens: few, or where it has launches that pay; no gradients."""

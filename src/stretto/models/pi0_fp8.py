@@ -1,8 +1,8 @@
 """pi0 and pi0.5 with the products of vision, prefix and expert in FP8: another way over the weights of a `Pi0Net`.
 
 What stays as it is: residual streams, norms, attention, the patch embedding, the projection of image tokens, everything
-round the actions and the flow time. Where gradients are asked for (`vjp` chunking), and for batches too small to gain from
-FP8, the expert runs as it is.
+round the actions and the flow time. Where gradients are asked for (`vjp` chunking) the expert runs as it is; so it does for
+batches too small to gain from FP8, but where its chain of launches runs, which has a form in e4m3 (pi0.5 on sm_90, one robot).
 
 Shape legend: as in pi0_net.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import ConfigError
+from stretto.layers.cuda.chain import Coded, Weights
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
@@ -49,7 +50,7 @@ class Fp8Net:
     Weights belong to `net`; call `refresh` after they have changed.
     """
 
-    def __init__(self, net: Pi0Net, make: Make, *, expert_rows: int = EXPERT_ROWS) -> None:
+    def __init__(self, net: Pi0Net, make: Make, *, expert_rows: int = EXPERT_ROWS, chain: bool = True) -> None:
         self.net, self.config, self.dtype = net, net.config, net.dtype
         self.expert_rows = expert_rows
         self.readers = {name: make(name, weight_NK, bias_N) for name, weight_NK, bias_N in _linears(net)}
@@ -58,6 +59,7 @@ class Fp8Net:
         self._prefix = [self._block(f"prefix.{i}") for i in range(len(net.prefix.blocks) - 1)]
         self._last_kv = self.readers[f"prefix.{len(self._prefix)}.qkv"]
         self._expert = [self._block(f"expert.{i}") for i in range(len(net.expert.blocks))]
+        self.coded = _coded(net, self._expert) if chain else None
         self.refresh()
 
     def _block(self, at: str) -> Readers:
@@ -70,6 +72,9 @@ class Fp8Net:
     def refresh(self) -> None:
         for reader in self.readers.values():
             reader.refresh()
+        if self.coded is not None:
+            for line, its in zip(self.coded.scales_L6, self._expert, strict=True):
+                line.copy_(torch.stack(_scales(its)))
 
     def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.net.prefix_layout(image_mask_BC, token_count_B, prompt)
@@ -123,7 +128,7 @@ class Fp8Net:
         """Return the flow's velocity, as `Pi0Net.velocity`."""
         suffix_rows = x_BHA.shape[0] * self.config.suffix_tokens
         if torch.is_grad_enabled() or suffix_rows < self.expert_rows:
-            return self.net.velocity(x_BHA, condition, prefix, state_BW)
+            return self.net.velocity(x_BHA, condition, prefix, state_BW, coded=self.coded)
         return self.net.velocity(x_BHA, condition, prefix, state_BW, self.expert)
 
     def expert(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
@@ -146,6 +151,22 @@ class Fp8Net:
         return norms.add(2 * len(readers), residual, y.float())[0]
 
 
+def _coded(net: Pi0Net, expert: list[Readers]) -> Coded | None:
+    """Return the expert's products as its chain of launches takes them, if all of them are in FP8 and shifts have tables."""
+    if net.config.family != "pi05" or not all(isinstance(reader, Fp8Linear) for its in expert for reader in its):
+        return None
+    weights = [Weights(*(reader.codes_NK for reader in its if isinstance(reader, Fp8Linear))) for its in expert]
+    scales = torch.empty(len(expert), 6, dtype=torch.float32, device=net.table.device)
+    return Coded(weights, scales, net.qkv_shifts, net.gate_up_shifts)
+
+
+def _scales(its: Readers) -> list[Tensor]:
+    """A line of `Coded.scales_L6`. Rows of the stream are coded by their own size, not by a calibration."""
+    qkv, out, up, down = (reader for reader in its if isinstance(reader, Fp8Linear))
+    by_out, by_down = (reader.scales[0] * reader.scales[1] for reader in (out, down))
+    return [qkv.scales[1], out.multiplier[0], by_out, up.scales[1], down.multiplier[0], by_down]
+
+
 def observed(net: Pi0Net) -> tuple[Fp8Net, Mapping[str, ObservedLinear]]:
     """Return a network that runs as it is and notes the largest input of every layer that FP8 would take."""
     noted: dict[str, ObservedLinear] = {}
@@ -158,9 +179,16 @@ def observed(net: Pi0Net) -> tuple[Fp8Net, Mapping[str, ObservedLinear]]:
 
 
 def quantised(
-    net: Pi0Net, input_max: Mapping[str, float], *, headroom: float = HEADROOM, expert_rows: int = EXPERT_ROWS
+    net: Pi0Net,
+    input_max: Mapping[str, float],
+    *,
+    headroom: float = HEADROOM,
+    expert_rows: int = EXPERT_ROWS,
+    chain: bool = True,
 ) -> Fp8Net:
     """Return a network whose products run in FP8, with input scales from a calibration.
+
+    From `expert_rows` suffix tokens on the expert runs in FP8 as separate kernels; below, as a chain of launches, if `chain`.
 
     Raises:
         ConfigError: if a layer's largest input is missing, not of this network, or not a positive number.
@@ -174,7 +202,7 @@ def quantised(
     def make(name: str, weight_NK: Tensor, bias_N: Tensor | None) -> Reader:
         return Fp8Linear(name, weight_NK, bias_N, input_max[name], headroom)
 
-    return Fp8Net(net, make, expert_rows=expert_rows)
+    return Fp8Net(net, make, expert_rows=expert_rows, chain=chain)
 
 
 def _linears(net: Pi0Net) -> Iterator[tuple[str, Tensor, Tensor | None]]:

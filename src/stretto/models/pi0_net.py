@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from stretto.layers.cuda.chain import Coded
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
 from stretto.layers.kernels.fold import ShiftLines, shifted_products
@@ -208,6 +209,7 @@ class Pi0Net(nn.Module):
         prefix: PrefixKV,
         state_BW: Tensor | None = None,
         expert: RunExpert | None = None,
+        coded: Coded | None = None,
     ) -> Tensor:
         """Return the flow's velocity (noise minus actions) in fp32, [B, H, A].
 
@@ -215,10 +217,11 @@ class Pi0Net(nn.Module):
             condition: from the table by denoise step (`tabled`), or `self.time(t)` for t [B] or one t a token [B, H].
             state_BW: the robot's state, for pi0.
             expert: runs in place of `self.expert`.
+            coded: the expert's products in e4m3, for few rows where there are launches that take them.
         """
         norms = self.norms_of(condition)
         if expert is None and self.expert.streams(x_BHA, norms, prefix):
-            return self._streamed_velocity(x_BHA, condition, norms, prefix, state_BW)
+            return self._streamed_velocity(x_BHA, condition, norms, prefix, state_BW, coded)
         ada = self.config.family == "pi05"
         x = self.action_in(x_BHA.float()) if ada else self._suffix(x_BHA, condition, state_BW)
         hidden_BSD = (expert or self.expert)(x, norms, prefix)
@@ -247,14 +250,20 @@ class Pi0Net(nn.Module):
         return torch.cat((self.state_in(state_BW.float())[:, None], x), dim=1)
 
     def _streamed_velocity(
-        self, x_BHA: Tensor, condition: Condition, norms: ExpertNorms, prefix: PrefixKV, state_BW: Tensor | None
+        self,
+        x_BHA: Tensor,
+        condition: Condition,
+        norms: ExpertNorms,
+        prefix: PrefixKV,
+        state_BW: Tensor | None,
+        coded: Coded | None = None,
     ) -> Tensor:
         first, last = norms.lines(0), norms.lines(2 * self.config.expert.depth)
         if self.config.family == "pi05":
             stream = enter_stream(x_BHA.float(), self.action_in.weight, self.action_in.bias, first, self.dtype)
         else:
             stream = open_stream(self._suffix(x_BHA, condition, state_BW), first, self.dtype)
-        stream = self.expert.streamed(stream, norms, prefix)
+        stream = self.expert.streamed(stream, norms, prefix, coded)
         out, read = self.action_out, (stream.scaled_BRD, stream.squares_MP)
         return leave_stream(*read, last, out.weight, out.bias, norms.eps)[:, -self.config.action_horizon :]
 

@@ -278,6 +278,29 @@ inline float2 unpack_fine(uint32_t bits) {
     std::memcpy(both, &bits, 4);
     return {float(both[0]), float(both[1])};
 }
+// e4m3: four bits of exponent, three behind the point, no infinities; halves go to the even neighbour.
+inline uint8_t to_coded(float x) {
+    const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isnan(x)) return sign | 0x7f;
+    const float size = std::min(std::fabs(x), 448.0f);
+    const int exponent = size < 0.015625f ? -6 : std::ilogb(size);
+    const int eighths = int(std::nearbyint(std::ldexp(size, 3 - exponent)));
+    // What is rounded up to a power of two carries into the exponent, and so does what leaves the subnormals.
+    return sign | uint8_t((exponent + 6) * 8 + eighths);
+}
+inline float of_coded(uint8_t code) {
+    static const std::vector<float> all = [] {
+        std::vector<float> numbers(256);
+        for (int i = 0; i < 256; ++i) {
+            const int exponent = i >> 3 & 15, eighths = i & 7;
+            const float size = exponent == 0 ? std::ldexp(float(eighths), -9) : std::ldexp(float(8 + eighths), exponent - 10);
+            numbers[i] = (i & 0x7f) == 0x7f ? NAN : i & 0x80 ? -size : size;
+        }
+        return numbers;
+    }();
+    return all[code];
+}
+inline uint16_t pack_coded(float low, float high) { return uint16_t(to_coded(low) | to_coded(high) << 8); }
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
@@ -326,26 +349,27 @@ inline void copy_row(void* to, const void* from, uint32_t bytes, Barrier* b) {
 
 struct Map {
     const char* from;
+    int each;  // bytes of a number
     uint64_t sizes[5], steps[5];
     uint32_t tile[5];
 };
 struct Place {
     int at[5];
 };
-inline Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
-    Map m{static_cast<const char*>(from)};
-    for (int i = 0; i < 5; ++i) m.sizes[i] = sizes[i], m.steps[i] = i == 0 ? 2 : steps[i - 1], m.tile[i] = tile[i];
+inline Map map_of(const void* from, int each, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    Map m{static_cast<const char*>(from), each};
+    for (int i = 0; i < 5; ++i) m.sizes[i] = sizes[i], m.steps[i] = i == 0 ? each : steps[i - 1], m.tile[i] = tile[i];
     return m;
 }
 inline void ask_for_tile(const Map&, const Place&) {}
-// In rows of 64 numbers; 16-byte pieces change places by the row's number in a group of eight.
+// In rows of 128 bytes; 16-byte pieces change places by the row's number in a group of eight.
 inline void copy_tile(void* to, const Map& m, const Place& place, Barrier* b) {
     if (reinterpret_cast<uintptr_t>(to) % 1024) host::fail("a tile is not aligned");
     uint32_t rows = 1;
     for (int i = 1; i < 5; ++i) rows *= m.tile[i];
     copy_later(rows * 128, b, [=] {
         for (uint32_t row = 0; row < rows; ++row) {
-            const char* from = m.from + place.at[0] * 2;
+            const char* from = m.from + place.at[0] * m.each;
             bool inside = true;
             uint32_t rest = row;
             for (int i = 1; i < 5; ++i) {
@@ -457,6 +481,22 @@ void multiply_tiles(float* c, const void* a, const void* b, bool add) {
         for (int i = 0; i < 4; ++i) {
             float sum = add ? c[4 * n + i] : 0.0f;
             for (int k = 0; k < 16; ++k) sum += rows[i / 2][k] * in_tile(b, n * 8 + lane % 4 * 2 + i % 2, k * 2);
+            c[4 * n + i] = sum;
+        }
+}
+inline float coded_in_tile(const void* tile, int row, int bytes) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(tile) + row * 128 + bytes;
+    return of_coded(*reinterpret_cast<const uint8_t*>(at ^ (at >> 7 & 7) << 4));
+}
+inline void multiply_56_coded(float (&c)[28], const void* a, const void* b, bool add) {
+    const int lane = thread_id() % 32, warp = thread_id() / 32 % 4;
+    float rows[2][32];
+    for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < 32; ++k) rows[i][k] = coded_in_tile(a, warp * 16 + lane / 4 + i * 8, k);
+    for (int n = 0; n < 7; ++n)
+        for (int i = 0; i < 4; ++i) {
+            float sum = add ? c[4 * n + i] : 0.0f;
+            for (int k = 0; k < 32; ++k) sum += rows[i / 2][k] * coded_in_tile(b, n * 8 + lane % 4 * 2 + i % 2, k);
             c[4 * n + i] = sum;
         }
 }

@@ -24,6 +24,7 @@ from stretto.layers.kernels.stream import Stream, carries_shift
 LAUNCHES = 5
 """Of a layer: queries, keys and values; attention; output; gate and up; down."""
 CHUNK = 64
+ROW_BYTES = 128
 AHEAD = 0
 
 
@@ -61,18 +62,32 @@ class Weights(NamedTuple):
     down: Tensor
 
 
+class Coded(NamedTuple):
+    """What runs products in e4m3: scales by layer, and what shifts add, since they are no row of a product then.
+
+    `scales_L6` is fp32. Products of codes are multiplied by its columns 0, 2, 3 and 5 (of queries, keys and values; the output;
+    gate and up; down), and by columns 1 and 4 what is coded for the output and for down. Tables are fp32 [lines, L, N]; lines
+    may be strided.
+    """
+
+    weights: Sequence[Weights]
+    scales_L6: Tensor
+    qkv_shifts: Tensor
+    gate_up_shifts: Tensor
+
+
 class Memory:
     """What launches leave to each other in one call; kept by those who look at what one left."""
 
-    def __init__(self, sizes: Sizes, tokens: int, device: torch.device) -> None:
-        self.sizes, self.tokens = sizes, tokens
+    def __init__(self, sizes: Sizes, tokens: int, device: torch.device, coded: bool = False) -> None:
+        self.sizes, self.tokens, self.coded = sizes, tokens, coded
         self.bytes = torch.empty(sizes.memory, dtype=torch.uint8, device=device)
 
     def queries(self) -> Tensor:
         """[T, H, d]"""
         s = self.sizes
         blocks = s.rows // 8
-        chunks = self._halves(s.q, blocks * 4 * 64 * CHUNK).view(blocks, s.head_dim // CHUNK, 8, 8, CHUNK)
+        chunks = self._halves(s.q, s.rows * s.heads * s.head_dim).view(blocks, s.head_dim // CHUNK, 8, 8, CHUNK)
         rows = _swapped(chunks.flatten(2, 3)).view(chunks.shape)
         return rows.permute(0, 2, 3, 1, 4).reshape(s.rows, s.heads, s.head_dim)[: self.tokens]
 
@@ -89,25 +104,29 @@ class Memory:
         return self._rows(self.sizes.hidden, self.sizes.mlp, self.tokens)
 
     def stream(self, end: bool) -> tuple[Tensor, Tensor]:
-        """The stream in the middle or at the end of a layer: scaled rows [T + 1, D], squares [T, parts]."""
+        """The stream in the middle or at the end of a layer: scaled rows [T + 1, D], squares [T, parts].
+
+        In e4m3 there is no row of the shift, and rows are divided by what their root mean square was one norm ago.
+        """
         s = self.sizes
         at = s.squares if end else s.middle_squares
         squares = self.bytes[at : at + self.tokens * s.tiles * 4].view(torch.float32).view(self.tokens, -1)
-        return self._rows(s.x if end else s.middle, s.width, self.tokens + 1), squares
+        return self._rows(s.x if end else s.middle, s.width, self.tokens + (not self.coded)), squares
 
     def _halves(self, at: int, count: int) -> Tensor:
         return self.bytes[at : at + count * 2].view(torch.bfloat16)
 
     def _rows(self, at: int, width: int, rows: int) -> Tensor:
-        chunks = self._halves(at, self.sizes.rows * width).view(width // CHUNK, self.sizes.rows, CHUNK)
-        return _swapped(chunks).transpose(0, 1).reshape(self.sizes.rows, width)[:rows]
+        all_rows, number = self.sizes.rows, torch.float8_e4m3fn if self.coded else torch.bfloat16
+        chunks = self.bytes[at : at + all_rows * width * number.itemsize].view(-1, all_rows, ROW_BYTES)
+        return _swapped(chunks).view(number).transpose(0, 1).reshape(all_rows, width)[:rows]
 
 
 def _swapped(chunks: Tensor) -> Tensor:
-    """Put the eight pieces of each row of [..., rows, 64] in order: row r has piece i in place i ^ (r % 8)."""
+    """Put the eight pieces of each row of [..., rows, n] in order: row r has piece i in place i ^ (r % 8)."""
     rows = torch.arange(chunks.shape[-2], device=chunks.device)
     order = torch.arange(8, device=chunks.device) ^ (rows % 8)[:, None]
-    pieces = chunks.view(*chunks.shape[:-1], 8, 8)
+    pieces = chunks.view(*chunks.shape[:-1], 8, -1)
     return torch.gather(pieces, -2, order[..., None].expand(pieces.shape)).flatten(-2)
 
 
@@ -131,12 +150,7 @@ class ExpertChain:
     ) -> bool:
         """Tell whether the launches run a stream of this size, [B, T, D], for products in `dtype`."""
         s, (batch, tokens, width) = self.sizes, size
-        inner = s.heads * s.head_dim
-        shapes = [(inner + 2 * s.head_dim, s.width), (s.width, inner), (2 * s.mlp, s.width), (s.width, s.mlp)]
-        fits = all(
-            [tuple(w.shape) for w in layer] == shapes and all(w.is_contiguous() and w.dtype == torch.bfloat16 for w in layer)
-            for layer in weights
-        )
+        fits = self._suit(weights, torch.bfloat16)
         arena = keys.k_SNPKd, keys.v_SNPKd
         kept = all(
             x.shape[2:] == (keys.mask_BP.shape[1], 1, s.head_dim) and x.dtype == torch.bfloat16 and x.stride(-1) == 1
@@ -157,6 +171,25 @@ class ExpertChain:
             and {keys.length_B.dtype, keys.suffix_start_B.dtype} == {torch.int32}
         )
 
+    def takes_coded(self, coded: Coded, depth: int) -> bool:
+        """Tell whether the products of a call that the launches run may be in e4m3."""
+        s, tables = self.sizes, (coded.qkv_shifts, coded.gate_up_shifts)
+        columns = (s.heads + 2) * s.head_dim, 2 * s.mlp
+        tabled = all(
+            t.dtype == torch.float32 and t.shape[1:] == (depth, n) and t.stride()[1:] == (n, 1)
+            for t, n in zip(tables, columns, strict=True)
+        )
+        return len(coded.weights) == depth and self._suit(coded.weights, torch.float8_e4m3fn) and tabled
+
+    def _suit(self, weights: Sequence[Weights], dtype: torch.dtype) -> bool:
+        s = self.sizes
+        inner = s.heads * s.head_dim
+        shapes = [(inner + 2 * s.head_dim, s.width), (s.width, inner), (2 * s.mlp, s.width), (s.width, s.mlp)]
+        return all(
+            [tuple(w.shape) for w in layer] == shapes and all(w.is_contiguous() and w.dtype == dtype for w in layer)
+            for layer in weights
+        )
+
     def run(
         self,
         stream: Stream,
@@ -170,12 +203,14 @@ class ExpertChain:
         memory: Memory | None = None,
         stamps: Tensor | None = None,
         ahead: int = AHEAD,
+        coded: Coded | None = None,
     ) -> Stream:
         """Return the stream behind the last layer, scaled rows in fp32.
 
         Args:
             lines: the modulations of the first two norms; those of the others follow at the same distance.
             launches: stop after this many of the five of each layer; what they left is in `memory`.
+            coded: products are in e4m3, over these weights instead.
             ahead: which launches ask for what later ones read: bits by launch, and 32 for the next layer's keys and values.
 
         Raises:
@@ -200,8 +235,8 @@ class ExpertChain:
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
             *(x.data_ptr() for x in out), memory.bytes.data_ptr(),
-            0 if stamps is None else stamps.data_ptr(), ahead,
-            *(w.data_ptr() for layer in weights for w in layer),
+            0 if stamps is None else stamps.data_ptr(), ahead, *_of(coded),
+            *(w.data_ptr() for layer in (weights if coded is None else coded.weights) for w in layer),
         ]  # fmt: skip
         reals = (ctypes.c_float * 2)(math.log2(theta), eps)
         queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -209,6 +244,13 @@ class ExpertChain:
         if error is not None:
             raise RuntimeError(f"the expert's layers were not launched: {error.decode()}")
         return out
+
+
+def _of(coded: Coded | None) -> tuple[int, ...]:
+    if coded is None:
+        return 0, 0, 0, 0, 0
+    tables = coded.qkv_shifts, coded.gate_up_shifts
+    return coded.scales_L6.data_ptr(), *(t.data_ptr() for t in tables), *(t.stride(0) for t in tables)
 
 
 @functools.cache

@@ -19,6 +19,8 @@ constexpr int ATTENTION_BYTES = ATTENTION_BARRIERS_AT + (2 * HEAD_CHUNKS + 2) * 
 constexpr int SENT_BYTES = HEADS * HALF * 2;
 static_assert(KEY_CUTS * SENT_BYTES <= V_AT && ATTENTION_BYTES <= 227 * 1024);
 
+// E: of which numbers the product behind it is made.
+template <class E>
 ON_DEVICE void attend(const Attention& a, char* shared) {
     const Who who;
     device::let_next_start();
@@ -32,6 +34,7 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
     device::Barrier *keys_there = queries_there + HEAD_CHUNKS, *values_there = keys_there + HEAD_CHUNKS, *sent = values_there + 1;
     const int bound = min(max(*a.length, 0), a.prefix), there = min(max(bound - rank * span, 0), span);
     const int slot = int(*a.slot);
+    const float to = E::CODED ? *a.all.to : 1.0f;
     if (who.thread == 0) {
 #pragma unroll 1
         for (int i = 0; i < 2 * HEAD_CHUNKS + 2; ++i) device::barrier_init(queries_there + i, 1);
@@ -206,7 +209,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         share[r] = tops[r * HEADS].y * device::power_of_two(tops[r * HEADS].x - best);
         sum += share[r];
     }
-    const float over = sum > 0.0f ? 1.0f / sum : 1.0f;
+    float over = sum > 0.0f ? 1.0f / sum : 1.0f;
+    if (E::CODED) over *= to;
 #pragma unroll
     for (int r = 0; r < KEY_CUTS; ++r) {
         const uint32_t* at = reinterpret_cast<const uint32_t*>(shared + r * SENT_BYTES + part / 2 * 512 + lane * 16 + part % 2 * 8);
@@ -214,8 +218,8 @@ ON_DEVICE void attend(const Attention& a, char* shared) {
         all[0] += low.x * share[r], all[1] += low.y * share[r], all[2] += high.x * share[r], all[3] += high.y * share[r];
     }
     const int at = who.g * HEAD + half * HALF + part * 16 + who.t * 2;
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at)) = device::pack(all[0] * over, all[1] * over);
-    *reinterpret_cast<uint32_t*>(in_chunks(a.out, token, at + 8)) = device::pack(all[2] * over, all[3] * over);
+    *reinterpret_cast<typename E::Pair*>(in_chunks<E>(a.out, token, at)) = E::pair(all[0] * over, all[1] * over);
+    *reinterpret_cast<typename E::Pair*>(in_chunks<E>(a.out, token, at + 8)) = E::pair(all[2] * over, all[3] * over);
     stamp(a.all, 7);
 }
 

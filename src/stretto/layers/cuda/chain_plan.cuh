@@ -16,11 +16,37 @@ constexpr int TILE = 64, TILES = WIDTH / TILE, GROUP = 128;
 
 using bf16 = uint16_t;
 
-// Rows of tokens lie in chunks of 64 columns, ready for the matrix unit: in a row of 128 bytes, 16-byte pieces are swapped.
+// What the factors of a product are made of. Rows of both lie in chunks of 128 bytes, COLUMNS numbers.
+struct Plain {
+    using Number = bf16;
+    using Pair = uint32_t;
+    static constexpr bool CODED = false;
+    static constexpr int COLUMNS = 64;
+    ON_DEVICE static Pair pair(float low, float high) { return device::pack(low, high); }
+    ON_DEVICE static void multiply(float (&c)[28], const void* a, const void* b, bool add) { device::multiply_56(c, a, b, add); }
+};
+// e4m3. Rows of a stream are divided by what their root mean square was one norm ago, others multiplied by a fixed number.
+struct Coded {
+    using Number = uint8_t;
+    using Pair = uint16_t;
+    static constexpr bool CODED = true;
+    static constexpr int COLUMNS = 128;
+    ON_DEVICE static Pair pair(float low, float high) { return device::pack_coded(low, high); }
+    ON_DEVICE static void multiply(float (&c)[28], const void* a, const void* b, bool add) { device::multiply_56_coded(c, a, b, add); }
+};
+template <class E>
+ON_DEVICE typename E::Number rounded(float x) { return typename E::Number(E::pair(x, 0.0f)); }
+
+// Rows of tokens lie in chunks ready for the matrix unit: in a row of 128 bytes, 16-byte pieces are swapped.
 constexpr int CHUNK_BYTES = ROWS * 128;
-ON_DEVICE int in_chunk(int row, int column) { return row * 128 + ((column / 8 ^ row % 8) * 8 + column % 8) * 2; }
-ON_DEVICE bf16* in_chunks(char* base, int row, int column) {
-    return reinterpret_cast<bf16*>(base + column / 64 * CHUNK_BYTES + in_chunk(row, column % 64));
+template <class E = Plain>
+ON_DEVICE int in_chunk(int row, int column) {
+    constexpr int EACH = E::COLUMNS / 8;
+    return row * 128 + ((column / EACH ^ row % 8) * EACH + column % EACH) * int(sizeof(typename E::Number));
+}
+template <class E>
+ON_DEVICE typename E::Number* in_chunks(char* base, int row, int column) {
+    return reinterpret_cast<typename E::Number*>(base + column / E::COLUMNS * CHUNK_BYTES + in_chunk<E>(row, column % E::COLUMNS));
 }
 
 // What is to come soon is asked for by a launch before: so many bytes, `each` of them by one lane of a CTA.
@@ -29,17 +55,32 @@ struct Ahead {
     int bytes, each;
 };
 
+// Sums of squares of the tokens' rows, [tokens, parts].
+struct Squares {
+    const float* at;
+    int parts;
+};
+
 struct Common {
-    int tokens, square_parts;
+    int tokens;
     float eps;
-    const float* squares;  // [tokens, parts]
+    Squares squares, before;  // of the stream; in e4m3 also what it was one norm ago
+    const float *by, *to;     // in e4m3: a product is multiplied by this, and what is written by that, if not null
     Ahead ahead;
     long long* stamps;
+};
+
+// What a norm's shift adds to the product behind it, where it is no row of the product.
+struct Shift {
+    const float* table;
+    int64_t step;
+    const int64_t* line;  // null: the first
 };
 
 struct Qkv {
     device::Map weight;  // by columns, rows of eight, halves of a head, eights, heads
     Common all;
+    Shift shift;
     const bf16* given;  // rows as they are, for the first layer
     const char* x;
     char* q;
@@ -79,6 +120,7 @@ struct Add {
 struct GateUp {
     device::Map weight;  // by columns, rows of eight, gate and up, eights
     Common all;
+    Shift shift;
     const char* x;
     char* hidden;
 };

@@ -5,12 +5,14 @@
 
 namespace chain {
 
-// CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of 64 input columns, a CTA's cut; so many of the
-// weights' and of the tokens' are in shared memory at once. SHIFTED: each CTA also gets the token tile with the shift's row.
-template <int INPUT_, int CUTS_, int BLOCKS_, int WEIGHT_PLACES_, int PLACES_, bool SHIFTED_>
+// E: of which numbers. CUTS: CTAs of a cluster. BLOCKS: warp groups, of 64 weight rows each. CHUNKS: of input columns, a CTA's
+// cut; so many of the weights' and of the tokens' are in shared memory at once. SHIFTED: each CTA also gets the token tile with
+// the shift's row.
+template <class E, int INPUT_, int CUTS_, int BLOCKS_, int WEIGHT_PLACES_, int PLACES_, bool SHIFTED_>
 struct Shape {
+    using Element = E;
     static constexpr int INPUT = INPUT_, CUTS = CUTS_, BLOCKS = BLOCKS_, WEIGHT_PLACES = WEIGHT_PLACES_, PLACES = PLACES_;
-    static constexpr int CHUNKS = (INPUT / 64 + CUTS - 1) / CUTS;
+    static constexpr int ALL_CHUNKS = INPUT / E::COLUMNS, CHUNKS = (ALL_CHUNKS + CUTS - 1) / CUTS;
     static constexpr int THREADS = BLOCKS * GROUP;
     static constexpr bool SHIFTED = SHIFTED_;
     // A rank ends with EACH token tiles, 16 bytes a thread.
@@ -20,7 +22,7 @@ struct Shape {
     static constexpr int FACTORS_AT = SUMS_AT + (CUTS - 1) * BLOCKS * SLOTS * SLOT_BYTES, BARRIERS_AT = FACTORS_AT + 64 * 4;
     static constexpr int BYTES = BARRIERS_AT + (WEIGHT_PLACES + PLACES + 1) * 8;
     // The last cut may be shorter.
-    ON_DEVICE static int chunks(int rank) { return INPUT / 64 % CUTS == 0 ? CHUNKS : min(CHUNKS, INPUT / 64 - rank * CHUNKS); }
+    ON_DEVICE static int chunks(int rank) { return ALL_CHUNKS % CUTS == 0 ? CHUNKS : min(CHUNKS, ALL_CHUNKS - rank * CHUNKS); }
     static_assert(CHUNKS % PLACES == 0 && CHUNKS % WEIGHT_PLACES == 0 && WEIGHT_PLACES >= PLACES && BYTES <= 227 * 1024 && X_AT % 1024 == 0 && CHUNK_BYTES % 1024 == 0);
 };
 #ifndef STRETTO_QKV_CUTS
@@ -30,18 +32,41 @@ struct Shape {
 #define STRETTO_GATE_PLACES 4
 #endif
 constexpr int QKV_CHUNKS = (16 + STRETTO_QKV_CUTS - 1) / STRETTO_QKV_CUTS;
-using QkvShape = Shape<WIDTH, STRETTO_QKV_CUTS, 1, QKV_CHUNKS, STRETTO_QKV_CUTS == 3 ? 3 : QKV_CHUNKS, true>;
-using OutShape = Shape<INNER, 8, 1, 4, 4, false>;
-using GateUpShape = Shape<WIDTH, 2, 2, STRETTO_GATE_PLACES, STRETTO_GATE_PLACES, true>;
-using DownShape = Shape<MLP, 8, 1, 8, 4, false>;
+// The shapes of a layer's products.
+struct PlainShapes {
+    using Element = Plain;
+    using Qkv = Shape<Plain, WIDTH, STRETTO_QKV_CUTS, 1, QKV_CHUNKS, STRETTO_QKV_CUTS == 3 ? 3 : QKV_CHUNKS, true>;
+    using Out = Shape<Plain, INNER, 8, 1, 4, 4, false>;
+    using GateUp = Shape<Plain, WIDTH, 2, 2, STRETTO_GATE_PLACES, STRETTO_GATE_PLACES, true>;
+    using Down = Shape<Plain, MLP, 8, 1, 8, 4, false>;
+};
+#ifndef STRETTO_CODED_QKV_CUTS
+#define STRETTO_CODED_QKV_CUTS 4
+#endif
+#ifndef STRETTO_CODED_GATE_CUTS
+#define STRETTO_CODED_GATE_CUTS 2
+#endif
+// Shifts come from a table, and all of a CTA's cut is in shared memory at once.
+struct CodedShapes {
+    using Element = Coded;
+    static constexpr int QKV_CHUNKS = 8 / STRETTO_CODED_QKV_CUTS, GATE_CHUNKS = 8 / STRETTO_CODED_GATE_CUTS;
+    using Qkv = Shape<Coded, WIDTH, STRETTO_CODED_QKV_CUTS, 1, QKV_CHUNKS, QKV_CHUNKS, false>;
+    using Out = Shape<Coded, INNER, 8, 1, 2, 2, false>;
+    using GateUp = Shape<Coded, WIDTH, STRETTO_CODED_GATE_CUTS, STRETTO_CODED_GATE_CUTS, GATE_CHUNKS, GATE_CHUNKS, false>;
+    using Down = Shape<Coded, MLP, 8, 1, 4, 4, false>;
+};
 
 // A launch starts early only where its CTAs find room beside those of the one before. And where there is room for one CTA only,
 // not all clusters of eight find eight multiprocessors of one kind.
 constexpr int SHARED_OF_ALL = 228 * 1024, SHARED_OF_SYSTEM = 1024;
 template <class A, class B>
 constexpr bool side_by_side() { return A::BYTES + B::BYTES + 2 * SHARED_OF_SYSTEM <= SHARED_OF_ALL; }
-static_assert(STRETTO_GATE_PLACES > 4 || (side_by_side<OutShape, GateUpShape>() && side_by_side<GateUpShape, DownShape>()));
-static_assert(side_by_side<DownShape, QkvShape>() && side_by_side<DownShape, DownShape>());
+template <class All>
+constexpr bool neighbours_fit() {
+    return side_by_side<typename All::Out, typename All::GateUp>() && side_by_side<typename All::GateUp, typename All::Down>() &&
+           side_by_side<typename All::Down, typename All::Qkv>() && side_by_side<typename All::Down, typename All::Down>();
+}
+static_assert((STRETTO_GATE_PLACES > 4 || neighbours_fit<PlainShapes>()) && neighbours_fit<CodedShapes>());
 
 // Who a thread is: of its product it has the weight rows `w * 16 + g` and 8 further, and tokens `2 t` and one further of a tile.
 struct Who {
@@ -85,6 +110,18 @@ struct Factors {
     const bf16* given;  // null, or rows as they are
 };
 
+// Sixteen numbers of bf16 as e4m3.
+ON_DEVICE float4 coded(const float4& a, const float4& b, float factor) {
+    const float of[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t bits = device::bits_of(of[i]), both = device::pack_coded(device::as_float(bits << 16) * factor, device::as_float(bits & 0xffff0000u) * factor);
+        codes[i / 2] = i % 2 ? codes[i / 2] | both << 16 : both;
+    }
+    return {device::as_float(codes[0]), device::as_float(codes[1]), device::as_float(codes[2]), device::as_float(codes[3])};
+}
+
 // Start to copy a chunk of the weights, or of the tokens, by one thread.
 template <class S>
 ON_DEVICE void ask_for_weights(const Room<S>& room, const Factors& f, int chunk) {
@@ -93,7 +130,7 @@ ON_DEVICE void ask_for_weights(const Room<S>& room, const Factors& f, int chunk)
 #pragma unroll
     for (int group = 0; group < S::BLOCKS; ++group) {
         device::Place at = group == 0 ? f.tile : f.next;
-        at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
+        at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * S::Element::COLUMNS;
         device::copy_tile(room.weights(place) + group * 8192, f.weight, at, room.weights_there(place));
     }
 }
@@ -124,7 +161,7 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
 #pragma unroll
             for (int group = 0; group < S::BLOCKS; ++group) {
                 device::Place at = group == 0 ? f.tile : f.next;
-                at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * 64;
+                at.at[0] = (device::rank_in_cluster() * S::CHUNKS + chunk) * S::Element::COLUMNS;
                 device::ask_for_tile(f.weight, at);
             }
 #endif
@@ -134,17 +171,35 @@ ON_DEVICE void begin(const Who& who, const Common& all, const Room<S>& room, con
     device::cluster_arrive();
 }
 
-// The same for rows as they are, by all threads.
+// The same for rows as they are, by all threads; in e4m3 by factors that are in shared memory.
 template <class S>
 ON_DEVICE void fetch_given(const Who& who, const Common& all, const Room<S>& room, const Factors& f, int chunk) {
     const int rank = device::rank_in_cluster();
     if (chunk >= S::chunks(rank)) return;
+    if constexpr (S::Element::CODED) {
+        constexpr int TIMES = (ROWS * 8 + S::THREADS - 1) / S::THREADS;
+        float4 from[TIMES][2];
+#pragma unroll
+        for (int n = 0; n < TIMES; ++n) {
+            const int i = n * S::THREADS + who.thread, row = min(i / 8, all.tokens - 1);
+            const float4* at = reinterpret_cast<const float4*>(f.given + row * S::INPUT + (rank * S::CHUNKS + chunk) * 128 + i % 8 * 16);
+            from[n][0] = at[0], from[n][1] = at[1];
+        }
+#pragma unroll
+        for (int n = 0; n < TIMES; ++n) {
+            const int i = n * S::THREADS + who.thread, row = i / 8;
+            if (row >= ROWS) continue;
+            const float4 codes = coded(from[n][0], from[n][1], row < all.tokens ? room.factors()[row] : 0.0f);
+            *reinterpret_cast<float4*>(room.x(chunk % S::PLACES) + row * 128 + (i % 8 ^ row % 8) * 16) = codes;
+        }
+    } else {
 #pragma unroll 1
-    for (int i = who.thread; i < ROWS * 8; i += S::THREADS) {
-        const int piece = i % 8, row = i / 8;
-        const bool there = row <= all.tokens;
-        const bf16* from = f.given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
-        device::fetch16(room.x(chunk % S::PLACES) + row * 128 + (piece ^ row % 8) * 16, from, there);
+        for (int i = who.thread; i < ROWS * 8; i += S::THREADS) {
+            const int piece = i % 8, row = i / 8;
+            const bool there = row <= all.tokens;
+            const bf16* from = f.given + (there ? row : 0) * S::INPUT + (rank * S::CHUNKS + chunk) * 64 + piece * 8;
+            device::fetch16(room.x(chunk % S::PLACES) + row * 128 + (piece ^ row % 8) * 16, from, there);
+        }
     }
 }
 ON_DEVICE void given_there() {
@@ -152,6 +207,24 @@ ON_DEVICE void given_there() {
     device::await_fetches<0>();
     device::before_products();
     device::sync_all();
+}
+
+ON_DEVICE float squares_of(const Who& who, const Common& all, const Squares& squares) {
+    float sum = 0.0f;
+    if (who.thread < all.tokens) {
+        const float* at = squares.at + who.thread * squares.parts;
+        if (squares.parts == TILES) {
+            float4 part[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) part[i] = reinterpret_cast<const float4*>(at)[i];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum += (part[i].x + part[i].y) + (part[i].z + part[i].w);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < squares.parts; ++i) sum += at[i];
+        }
+    }
+    return sum;
 }
 
 template <class S>
@@ -164,6 +237,11 @@ ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& ro
 #pragma unroll 1
             for (int chunk = 0; chunk < min(S::PLACES, S::chunks(device::rank_in_cluster())); ++chunk) ask_for_tokens(room, f, chunk);
         return;
+    }
+    if (S::Element::CODED) {
+        const float squares = squares_of(who, all, all.before);
+        if (who.thread < ROWS) room.factors()[who.thread] = device::inverse_root(squares / WIDTH + all.eps);
+        device::sync_all();
     }
     for (int chunk = 0; chunk < S::PLACES; ++chunk) fetch_given(who, all, room, f, chunk);
     given_there();
@@ -182,7 +260,7 @@ ON_DEVICE void multiply(const Who& who, const Common& all, const Room<S>& room, 
         const char *a = room.weights(weight_place) + who.group * 8192, *b = room.x(place);
         device::products_begin();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) device::multiply_56(c, a + k * 32, b + k * 32, chunk + k > 0);
+        for (int k = 0; k < 4; ++k) S::Element::multiply(c, a + k * 32, b + k * 32, chunk + k > 0);
         device::products_end();
         if (S::PLACES < S::CHUNKS && chunk >= 1 && chunk - 1 + S::PLACES < chunks) {
             // The chunk before this one has been read: others take its place.
@@ -206,6 +284,12 @@ ON_DEVICE void send(const Who& who, const Room<S>& room, int to, int slot, const
     const int rank = device::rank_in_cluster();
     const device::Remote there = device::at_rank(room.sums(rank - (rank > to), who.group, slot) + who.index, to);
     device::send4(there, device::at_rank(room.sent(), to), tile.x, tile.y, tile.z, tile.w);
+}
+
+// Wait for what the others send.
+template <class S>
+ON_DEVICE void await_sent(const Room<S>& room) {
+    if (S::CUTS > 1) device::barrier_wait(room.sent(), 0);
 }
 
 // The token tiles that a thread ends with: its own sums, and behind `add_up` the whole cluster's.
@@ -242,29 +326,27 @@ struct Tiles {
     }
 };
 
-// 1 / rms of the rows: read while products run, in shared memory after the next barrier.
-ON_DEVICE float squares_of(const Who& who, const Common& all) {
-    float sum = 0.0f;
-    if (who.thread < all.tokens) {
-        const float* at = all.squares + who.thread * all.square_parts;
-        if (all.square_parts == TILES) {
-            float4 part[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) part[i] = reinterpret_cast<const float4*>(at)[i];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum += (part[i].x + part[i].y) + (part[i].z + part[i].w);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < all.square_parts; ++i) sum += at[i];
-        }
-    }
-    return sum;
-}
-ON_DEVICE void keep_factor(const Who& who, const Common& all, float* factors, float squares) {
-    if (who.thread < ROWS) factors[who.thread] = device::inverse_root(squares / WIDTH + all.eps);
-}
+// What a token's product is multiplied by: 1 / rms of its row, and in e4m3 what makes numbers of codes. Read while products run,
+// in shared memory after the next barrier.
+template <class E>
+struct Factor {
+    float squares, before, by;
 
-ON_DEVICE bf16 rounded(float x) { return bf16(device::pack(x, 0.0f) & 0xffff); }
+    ON_DEVICE Factor(const Who& who, const Common& all) {
+        squares = squares_of(who, all, all.squares);
+        if (E::CODED) before = squares_of(who, all, all.before), by = *all.by;
+    }
+    ON_DEVICE void keep(const Who& who, const Common& all, float* factors) const {
+        const float mean = squares / WIDTH + all.eps;
+        if (who.thread < ROWS) factors[who.thread] = E::CODED ? device::inverse_root(mean / (before / WIDTH + all.eps)) * by : device::inverse_root(mean);
+    }
+};
+
+// Two columns' share of the shift.
+ON_DEVICE float2 tabled(const Shift& s, int one, int other) {
+    const float* line = s.table + (s.line == nullptr ? 0 : *s.line) * s.step;
+    return {line[one], line[other]};
+}
 
 // Of a token tile that holds the shift's row: the shift of this thread's two weight rows.
 ON_DEVICE float2 shift_of(const Who& who, int tokens, const float4& tile) {
@@ -287,8 +369,8 @@ ON_DEVICE float2 cos_sin(float angle) {
 }
 
 // A cluster has 32 pairs of columns of one head: in a warp's rows, the low ones and then the high ones.
+template <class S>
 ON_DEVICE void qkv(const Qkv& a, char* shared) {
-    using S = QkvShape;
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, head = tile / 4, rank = device::rank_in_cluster(), tokens = a.all.tokens;
@@ -301,18 +383,23 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
     for (int i = 0; i < S::EACH; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j) turn[i][j] = cos_sin((start + float((rank * S::EACH + i) * 8 + who.t * 2 + j)) * turns);
+    // The first layer's table may still be waited for by the launch before.
+    const int row = head * HEAD + pair;
+    float2 shift;
+    if (S::Element::CODED && a.given == nullptr) shift = tabled(a.shift, row, row + HALF);
     await_others(who, a.all, room, f);
-    const float squares = squares_of(who, a.all);
+    if (S::Element::CODED && a.given != nullptr) shift = tabled(a.shift, row, row + HALF);
+    const Factor<typename S::Element> factor_of(who, a.all);
     float c[28];
     multiply(who, a.all, room, f, c);
-    keep_factor(who, a.all, room.factors(), squares);
+    factor_of.keep(who, a.all, room.factors());
     device::cluster_wait();
     Tiles<S> tiles(who, room, c, tokens);
     device::sync_all();
-    device::barrier_wait(room.sent(), 0);
+    await_sent(room);
     stamp(a.all, 5);
     tiles.add_up(who, room);
-    const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
+    if (S::SHIFTED) shift = shift_of(who, tokens, tiles.sum[S::SLOTS - 1]);
 #pragma unroll
     for (int i = 0; i < S::EACH; ++i) {
         const float low[2] = {tiles.sum[i].x, tiles.sum[i].y}, high[2] = {tiles.sum[i].z, tiles.sum[i].w};
@@ -323,7 +410,7 @@ ON_DEVICE void qkv(const Qkv& a, char* shared) {
             if (token >= tokens) continue;
             const float factor = room.factors()[token], l = low[j] * factor + shift.x, h = high[j] * factor + shift.y;
             const float2 by = turn[i][j];
-            const bf16 first = rounded(l * by.x - h * by.y), second = rounded(h * by.x + l * by.y);
+            const bf16 first = rounded<Plain>(l * by.x - h * by.y), second = rounded<Plain>(h * by.x + l * by.y);
             if (head < HEADS) {
                 // Blocks of 8 tokens, four chunks of 64 columns; rows are (token, head).
                 char* at = a.q + n * (4 * 8192) + pair / 64 * 8192;
@@ -346,26 +433,30 @@ ON_DEVICE float gelu(float x) {
 }
 
 // A warp group has 32 columns: in a warp's rows, their gates and then their ups.
+template <class S>
 ON_DEVICE void gate_up(const GateUp& a, char* shared) {
-    using S = GateUpShape;
+    using E = typename S::Element;
     const Who who;
     const Room<S> room{shared};
     const int first = device::block_id() / S::CUTS * S::BLOCKS * 32, rank = device::rank_in_cluster(), tokens = a.all.tokens;
     const Factors f = {a.weight, {0, 0, 0, first / 8, 0}, {0, 0, 0, first / 8 + 4, 0}, a.x, nullptr};
     begin(who, a.all, room, f);
     const int column = first + who.group * 32 + who.w * 8 + who.g;
+    float2 shift;
+    if (E::CODED) shift = tabled(a.shift, column, MLP + column);
+    const float to = E::CODED ? *a.all.to : 1.0f;
     await_others(who, a.all, room, f);
-    const float squares = squares_of(who, a.all);
+    const Factor<E> factor_of(who, a.all);
     float c[28];
     multiply(who, a.all, room, f, c);
-    keep_factor(who, a.all, room.factors(), squares);
+    factor_of.keep(who, a.all, room.factors());
     device::cluster_wait();
     Tiles<S> tiles(who, room, c, tokens);
     device::sync_all();
-    device::barrier_wait(room.sent(), 0);
+    await_sent(room);
     stamp(a.all, 5);
     tiles.add_up(who, room);
-    const float2 shift = shift_of(who, tokens, tiles.sum[S::EACH]);
+    if (S::SHIFTED) shift = shift_of(who, tokens, tiles.sum[S::SLOTS - 1]);
 #pragma unroll
     for (int i = 0; i < S::EACH; ++i) {
         const float gate[2] = {tiles.sum[i].x, tiles.sum[i].y}, up[2] = {tiles.sum[i].z, tiles.sum[i].w};
@@ -374,7 +465,9 @@ ON_DEVICE void gate_up(const GateUp& a, char* shared) {
             const int token = (rank * S::EACH + i) * 8 + who.t * 2 + j;
             if (token >= tokens) continue;
             const float factor = room.factors()[token];
-            *in_chunks(a.hidden, token, column) = rounded(gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y));
+            float out = gelu(gate[j] * factor + shift.x) * (up[j] * factor + shift.y);
+            if (E::CODED) out *= to;
+            *in_chunks<E>(a.hidden, token, column) = rounded<E>(out);
         }
     }
     stamp(a.all, 7);
@@ -404,9 +497,21 @@ ON_DEVICE float4 residual_of(const Add& a, int token, int column, const float4* 
     return before;
 }
 
+// 1 / rms of a token's row one norm ago, by the lanes that have the token.
+ON_DEVICE float root_before(const Who& who, const Common& all, int token) {
+    float sum = 0.0f;
+    if (token < all.tokens)
+#pragma unroll 2
+        for (int i = who.g; i < all.before.parts; i += 8) sum += all.before.at[token * all.before.parts + i];
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum += device::from_lane_xor(sum, step);
+    return device::inverse_root(sum / WIDTH + all.eps);
+}
+
 // A cluster has 64 columns of the stream; each of its CTAs but the last ends with one token tile.
 template <class S>
 ON_DEVICE void add(const Add& a, char* shared) {
+    using E = typename S::Element;
     const Who who;
     const Room<S> room{shared};
     const int tile = device::block_id() / S::CUTS, n = device::rank_in_cluster(), tokens = a.all.tokens;
@@ -414,8 +519,15 @@ ON_DEVICE void add(const Add& a, char* shared) {
     const Factors f = {a.weight, {0, tile * TILE, 0, 0, 0}, {}, a.x, nullptr};
     begin(who, a.all, room, f);
     const int column = tile * TILE + who.w * 16 + who.g, token = n * 8 + who.t * 2;
-    const Lines lines(a, column);
+    Lines lines(a, column);
+    if (E::CODED)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) lines.gate[i] *= *a.all.by;
     await_others(who, a.all, room, f);
+    float over[2] = {1.0f, 1.0f};
+    if (E::CODED && owns && !last)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) over[j] = root_before(who, a.all, token + j);
     float4* kept = reinterpret_cast<float4*>(a.residual) + (tile * TOKEN_TILES + n) * GROUP + who.index;
     float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
     if (owns) before = residual_of(a, token, column, kept);
@@ -424,7 +536,7 @@ ON_DEVICE void add(const Add& a, char* shared) {
     device::cluster_wait();
     Tiles<S> tiles(who, room, c, tokens);
     if (!owns) return;
-    device::barrier_wait(room.sent(), 0);
+    await_sent(room);
     stamp(a.all, 5);
     tiles.add_up(who, room);
     const float4 sum = tiles.sum[0];
@@ -439,13 +551,14 @@ ON_DEVICE void add(const Add& a, char* shared) {
         if (token + j > tokens) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
+            float out = token + j == tokens ? lines.shift[i] : value[j][i] * lines.scale[i];
             const int at = (token + j) * WIDTH + column + i * 8;
             if (last) {
                 a.scaled_last[at] = out;
                 if (token + j < tokens) a.residual_last[at] = value[j][i];
             } else {
-                *in_chunks(a.scaled, token + j, column + i * 8) = rounded(out);
+                if (E::CODED) out *= over[j];
+                *in_chunks<E>(a.scaled, token + j, column + i * 8) = rounded<E>(out);
             }
         }
     }

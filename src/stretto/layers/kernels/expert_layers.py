@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.chain import ExpertChain, Weights, expert_chain
+from stretto.layers.cuda.chain import Coded, ExpertChain, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.fold import ShiftLines
@@ -56,18 +56,24 @@ def expert_layers(
     keys: PrefixKV,
     shape: Shape,
     shifts: Sequence[ShiftLines | None] | None = None,
+    coded: Coded | None = None,
 ) -> Stream:
     """Return the stream behind the last layer; its scaled rows are in fp32, for what comes after the last norm.
 
     `norms` are the 2 L + 1 in the order in which layers meet them; their tables lie evenly in memory. `shifts` is what all but
     the last add to the product behind them: a stream that does not carry its shifts is rounded like one that does, with them.
+    `coded` are the products in e4m3, whose tables hold the same shifts: the chain takes them if there are tables. Separate
+    kernels do not.
     """
     chain, _ = chain_of(stream.residual_BTD.shape, stream.scaled_BRD.dtype, weights, norms[0], keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
-    asked.add("separate" if chain is None else "chain")
     if chain is None:
+        asked.add("separate")
         return separate_layers(stream, weights, norms, keys, shape, shifts)
-    return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps)
+    if coded is None or shifts is None or not chain.takes_coded(coded, len(weights)):
+        coded = None
+    asked.add("chain" if coded is None else "chain in e4m3")
+    return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps, coded=coded)
 
 
 def chain_of(
