@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from observations import observation
+from safetensors.torch import load_file, save_file
 
 from stretto.core.errors import CheckpointError, ConfigError, ObservationError, StreamClosedError
 from stretto.core.policy import RequestOptions
@@ -114,6 +116,42 @@ def test_work_queued_by_a_session_that_leaves_is_dropped(tiny_checkpoint: Path, 
     for future in futures:
         with pytest.raises(StreamClosedError):
             future.result(20)
+    policy.close()
+
+
+def test_new_weights_give_what_a_policy_gives_that_was_loaded_with_them(
+    tiny_checkpoint: Path, tmp_path: Path, options: PolicyOptions
+) -> None:
+    folder = tmp_path / "trained"
+    shutil.copytree(tiny_checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
+    trained = {n: t + 0.01 for n, t in tensors.items() if "gemma_expert" in n and t.is_floating_point()}
+    save_file(tensors | trained, folder / "model.safetensors")
+    updated, loaded = load_policy(tiny_checkpoint, options), load_policy(folder, options)
+    for policy in (updated, loaded):
+        policy.warm()
+    before = updated.infer(observation(0), RequestOptions(seed=1))
+    with pytest.raises(CheckpointError, match="no such weight"):
+        updated.update_weights([("a.stranger", torch.zeros(1))])
+    updated.update_weights(trained.items())
+    after, want = (p.infer(observation(0), RequestOptions(seed=1)) for p in (updated, loaded))
+    assert (before["weight_version"], after["weight_version"]) == (0, 1)
+    assert not np.array_equal(before["actions"], want["actions"])
+    np.testing.assert_array_equal(after["actions"], want["actions"])
+    for policy in (updated, loaded):
+        policy.close()
+
+
+def test_weights_do_not_change_under_a_request(tiny_checkpoint: Path, options: PolicyOptions) -> None:
+    policy = load_policy(tiny_checkpoint, options)
+    session = policy.open_session("asks")
+    waiting = policy.submit(observation(0), RequestOptions(), session)
+    while not policy.engine.in_flight:
+        assert not waiting.done()
+    with pytest.raises(ConfigError, match="update_weights: got 1 requests in flight"):
+        policy.update_weights([])
+    policy.warm()
+    waiting.result(20)
     policy.close()
 
 

@@ -36,6 +36,11 @@ def test_the_files_that_the_checkpoints_page_shows_are_read_as_it_says(tmp_path:
     assert read_network_table(tmp_path) == {"vision_heads": 8}
 
 
+def test_the_checkpoints_page_s_policy_runs_as_written() -> None:
+    page = ROOT / "docs" / "checkpoints.md"
+    exec(compile(_block(page.read_text(), "python"), str(page), "exec"), {"__name__": "in_process"})
+
+
 def test_the_checkpoints_page_lists_every_preset_with_its_keys() -> None:
     rows = [line.split("|") for line in (ROOT / "docs" / "checkpoints.md").read_text().splitlines()]
     for name, keys in PRESETS.items():

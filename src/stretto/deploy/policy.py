@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stretto.core.chunk import Chunk
-from stretto.core.errors import DeadlineError, ObservationError, StrettoError, SupersededError
+from stretto.core.errors import ConfigError, DeadlineError, ObservationError, StrettoError, SupersededError
 from stretto.core.policy import PolicyReply, RequestOptions, Session
 from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
@@ -30,6 +31,7 @@ from stretto.deploy.shadow import Shadow
 from stretto.deploy.tickets import RobotState, Ticket
 from stretto.processors.policy import ModelInputs
 from stretto.runtime.engine import Engine
+from stretto.runtime.weights import LoadReport, update_weights
 
 __all__ = ["PlanKind", "Policy", "PolicyOptions", "load_policy", "plan_for"]
 
@@ -175,8 +177,35 @@ class Policy:
             self.engine.help(ticket.reply.done)
         replies = [ticket.reply.result() for ticket in tickets]
         return [
-            {"actions": r.actions, "policy_timing": {"infer_ms": r.infer_ms}, "stage_ms": dict(r.stage_ms)} for r in replies
+            {
+                "actions": r.actions,
+                "policy_timing": {"infer_ms": r.infer_ms},
+                "stage_ms": dict(r.stage_ms),
+                "weight_version": r.weight_version,
+            }
+            for r in replies
         ]
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], *, complete: bool = False) -> LoadReport:
+        """Replace weights in place, under captured graphs, as a trainer makes new ones; replies then say the next version.
+
+        Names are a checkpoint's. Waits for the device. The caller sees to it that no request comes meanwhile.
+
+        Args:
+            complete: require every weight; otherwise those not given stay as they are.
+
+        Raises:
+            ConfigError: if a request is in flight.
+            CheckpointError: naming what is not the model's; the weights are then as they were.
+        """
+        busy = self.engine.in_flight + (self._shadow.in_flight if self._shadow is not None else 0)
+        if busy:
+            raise ConfigError("update_weights", got=f"{busy} requests in flight", expected="none while weights change")
+        report = update_weights(self.loaded.model, tensors, complete=complete)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # lanes have streams of their own, which do not wait for this thread's
+        self.weight_version += 1
+        return report
 
     def reset(self) -> None:
         """Begin a new episode for whoever calls `infer` and `infer_batch`."""

@@ -48,6 +48,10 @@ class Shadow:
         """What the second runs add to each request on average; 0 before `warm`."""
         return sum(seconds[0] for seconds in self._engine.costs.values()) / self._every
 
+    @property
+    def in_flight(self) -> int:
+        return self._engine.in_flight
+
     def close(self) -> None:
         self._engine.close()
 
