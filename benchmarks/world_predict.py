@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from stretto.core.errors import PlanError
 from stretto.core.plan import Device, Plan
 from stretto.deploy.provenance import provenance
 from stretto.deploy.world_plans import ONE, SEVERAL, plan_of, predicted
-from stretto.sched.bounds import plan_bound, streams_bound
+from stretto.sched.bounds import chunks_under_way, plan_bound, streams_bound
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.columns import Columns
 from stretto.sched.measured import describe, find
@@ -60,9 +59,8 @@ def plan_on(name: str, profile: Profile, gpus: int) -> Plan:
     devices = tuple(replace(d, node=f"node{int(d.name[4:]) // _NODE}", memory_bytes=profile.memory_bytes) for d in plan.devices)
     plan = replace(plan, devices=devices)
     check_memory(profile, plan, {"default": 1})
-    bound = plan_bound(profile, plan)
     if name in ("by_step", "by_block", "by_stage"):
-        plan = replace(plan, in_flight=max(plan.in_flight, math.ceil(bound.response_s / bound.resource_s) + 1))
+        plan = replace(plan, in_flight=max(plan.in_flight, chunks_under_way(profile, plan)))
     return plan
 
 

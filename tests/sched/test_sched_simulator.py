@@ -10,7 +10,7 @@ from toys import pool, toy
 
 from stretto.core.errors import PlanError
 from stretto.core.plan import Plan
-from stretto.sched.bounds import plan_bound, pool_bound
+from stretto.sched.bounds import chunks_under_way, plan_bound, pool_bound
 from stretto.sched.outcome import Outcome, quantile
 from stretto.sched.plans import admission_slots, by_block, by_stage, by_step, circular, whole
 from stretto.sched.profile import Profile
@@ -204,3 +204,11 @@ def test_chunks_handed_over_one_by_one_meet_in_smaller_batches_on_an_idle_device
         second = [len(t.chunks) for t in outcome.trace or () if t.device == "gpu:1"]
         sizes[together] = sum(second) / len(second)
     assert sizes[True] > sizes[False]
+
+
+def test_enough_chunks_are_under_way_for_what_hosts_take_at_every_hand_over() -> None:
+    profile = replace(toy(12, 2), host_s=0.008)
+    plan = by_stage(profile, pool(12))
+    for flying, slowest in ((chunks_under_way(profile, plan), 0.02), (len(plan.devices), 0.028)):
+        outcome = saturate(profile, replace(plan, in_flight=flying), chunks=200)
+        assert interval(outcome, 60) == pytest.approx(slowest, rel=0.02)

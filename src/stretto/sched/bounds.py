@@ -6,11 +6,12 @@ the bytes of a link, or a pool too small for its memory. Of many: how many strea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from stretto.core.plan import Device, Plan
+from stretto.core.plan import Device, Placement, Plan
 from stretto.sched.profile import Profile
 from stretto.sched.sim_state import link_s, signature_of
 
@@ -128,3 +129,18 @@ def streams_bound(profile: Profile, devices: Sequence[Device], interval_s: float
     weights = sum(profile.stage(s).weight_bytes for s in profile.order)
     fits = max(0, math.floor((memory - weights) / state)) if state else time
     return StreamBound(time, fits)
+
+
+def chunks_under_way(profile: Profile, plan: Plan) -> int:
+    """Return how many chunks of the stream with the longest way must be under way so that no device waits for a credit.
+
+    A chunk under way is computed, handed over, or waits for the host of the device that it has come to.
+    """
+    bound = plan_bound(profile, plan)
+
+    def host_s(placements: Sequence[Placement]) -> float:
+        arrivals = [b for a, b in itertools.pairwise([None, *placements]) if b and (a is None or a.device != b.device)]
+        return sum(profile.host_s + profile.host_stage_s * len(p.segment) for p in arrivals)
+
+    longest = max(host_s(placements) for placements in plan.classes.values())
+    return math.ceil((bound.response_s + longest) / bound.resource_s) + 1

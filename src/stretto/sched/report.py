@@ -11,7 +11,7 @@ from typing import Any
 from stretto.core.errors import ConfigError
 from stretto.core.plan import Device, Plan
 from stretto.sched.admission import Admission
-from stretto.sched.bounds import plan_bound, streams_bound
+from stretto.sched.bounds import chunks_under_way, plan_bound, streams_bound
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.dispatch import ring_cap
 from stretto.sched.measured import describe
@@ -229,9 +229,7 @@ def single_plans(profile: Profile, devices: Sequence[Device]) -> list[Plan]:
 def depth_plan(profile: Profile, devices: Sequence[Device]) -> Plan:
     """Return the plan of one stream with a (step, block) a device, deep enough that credits never set the pace."""
     plan = by_stage(profile, devices)
-    bound = plan_bound(profile, plan)
-    # Hand-overs hold chunks too.
-    return replace(plan, in_flight=math.ceil(bound.response_s / bound.resource_s) + 1)
+    return replace(plan, in_flight=chunks_under_way(profile, plan))
 
 
 def depth(profile: Profile, devices: Sequence[Device]) -> dict[str, Any]:
