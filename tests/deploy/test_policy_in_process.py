@@ -119,9 +119,11 @@ def test_work_queued_by_a_session_that_leaves_is_dropped(tiny_checkpoint: Path, 
     policy.close()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_new_weights_give_what_a_policy_gives_that_was_loaded_with_them(
-    tiny_checkpoint: Path, tmp_path: Path, options: PolicyOptions
+    tiny_checkpoint: Path, tmp_path: Path, options: PolicyOptions, device: str
 ) -> None:
+    options = replace(options, device=device)
     folder = tmp_path / "trained"
     shutil.copytree(tiny_checkpoint, folder)
     tensors = load_file(folder / "model.safetensors")
