@@ -21,7 +21,7 @@ from stretto.layers import cublas_lt
 from stretto.layers.cuda.gated import TOKENS, product_for
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
+from stretto.layers.kernels.activation import geglu_reference, gelu_for_codes, gelu_tanh_reference
 from stretto.layers.kernels.fp8_activation import E4M3, activate_into, fp8_chip, to_fp8_reference
 from stretto.layers.kernels.gemm import Tiling, halves, place_of
 from stretto.layers.kernels.language import cdiv, jit, programs, tl
@@ -102,6 +102,7 @@ def _kernel(
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     steps = tl.cdiv(inner, BLOCK_K)
     scale, code = tl.load(x_scale) * tl.load(w_scale), tl.load(multiplier)
+    coded = scale * code
     column = tl.arange(0, BLOCK_N)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = place_of(tile, down, across, GROUP)
@@ -110,15 +111,13 @@ def _kernel(
         for step in range(steps):
             w_tile = w.load([0, n, step * BLOCK_K]).reshape(PARTS * BLOCK_N, BLOCK_K)
             acc = tl.dot(x.load([m, step * BLOCK_K]), w_tile.T, acc)
+        # Codes of what is out of range are the largest ones, which is how the chip rounds to e4m3.
         if GATED:
-            gate, up = halves(acc * scale)
-            value = gelu_tanh_of(gate) * up * code
+            gate, up = halves(acc)
+            value = gelu_for_codes(gate * scale) * (up * coded)
         else:
             shift = tl.load(bias + n + column, mask=n + column < columns, other=0.0).to(tl.float32)
-            value = gelu_tanh_of(acc * scale + shift[None, :]) * code
-        # Two selects instead of min and max, which would lose a NaN.
-        value = tl.where(value > 448.0, 448.0, value)
-        value = tl.where(value < -448.0, -448.0, value)
+            value = gelu_for_codes(acc * scale + shift[None, :]) * code
         out.store([m, n], value.to(tl.float8e4nv))
 
 

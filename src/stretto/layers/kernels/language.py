@@ -18,7 +18,10 @@ except ImportError:  # no wheel for this platform: every op then runs its refere
     triton = None
     tl = None
 
-__all__ = ["block_of", "cdiv", "jit", "multiprocessors", "programs", "tl", "warps_of"]
+__all__ = ["ON_CHIP", "block_of", "cdiv", "jit", "multiprocessors", "programs", "tl", "warps_of"]
+
+ON_CHIP: Any = None if tl is None else tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are compiled and may hold instructions of the chip; the interpreter knows none."""
 
 
 def jit(fn: Callable[..., Any]) -> Any:
