@@ -97,6 +97,11 @@ def test_a_bad_observation_fails_alone(policy: Policy) -> None:
         policy.close_session(session)
 
 
+def test_a_priority_is_refused_rather_than_ignored(policy: Policy) -> None:
+    with pytest.raises(ObservationError, match=r"rt\.priority: got 5, expected 0"):
+        policy.infer(observation(0), RequestOptions(priority=5))
+
+
 def test_a_session_that_left_gets_nothing_more(policy: Policy) -> None:
     session = policy.open_session("c")
     policy.close_session(session)

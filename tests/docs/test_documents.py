@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from stretto.core.policy import PolicyReply
 from stretto.processors.openpi import MANIFEST, read_manifest, read_network_table
 from stretto.processors.presets import PRESETS, key_map
+from stretto.serve.protocol import pack_reply
+from stretto.serve.request import _FIELDS as REQUEST_KEYS
+from stretto.serve.request import Exchange, Offer
+from stretto_client.codec import unpack
 
 ROOT = Path(__file__).parents[2]
 NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "client/README.md", "recipes/metaworld/README.md")
@@ -47,6 +53,22 @@ def test_the_checkpoints_page_lists_every_preset_with_its_keys() -> None:
         (row,) = [r for r in rows if len(r) == 6 and r[1].strip() == f"`{name}`"]
         named = [set(re.findall(r"`(.+?)`", cell)) for cell in row[2:5]]
         assert named == [{i.key for i in keys.images}, {s.key for s in keys.state}, {keys.prompt}]
+
+
+def test_the_real_time_page_lists_every_key_that_a_request_may_hold_and_that_a_reply_has() -> None:
+    page = (ROOT / "docs" / "real-time.md").read_text()
+    table, replies = page.split("## What a request may say")[1].split("## ")[0].split("Replies say")
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == set(REQUEST_KEYS)
+    assert set(re.findall(r"`(\w+)`", replies)) - {"rt", "graph", "eager"} == set(_reply_keys())
+
+
+def _reply_keys() -> list[str]:
+    offer = Offer(horizon=1, width=1)
+    frame = pack_reply(
+        PolicyReply(np.zeros((1, 1)), 1.0), Exchange(b"", "r", "s", 0.0), offer, infer_ms=1.0, prev_total_ms=None
+    )
+    return list(unpack(frame)["rt"])
 
 
 def _block(page: str, language: str) -> str:

@@ -90,6 +90,12 @@ def test_stages_stand_in_the_order_in_which_a_request_meets_them() -> None:
     assert sum(known.values()) == pytest.approx(0.02)
 
 
+def test_a_line_has_the_robot_s_own_clock_where_it_was_said() -> None:
+    said, unsaid = (Served("s", "r", 0.0, 0.02, RequestOptions(obs_time_ns=t)) for t in (7, None))
+    assert json.loads(Lines(10.0, 4).of(said))["obs_time_ns"] == 7
+    assert "obs_time_ns" not in json.loads(Lines(10.0, 4).of(unsaid))
+
+
 @pytest.mark.parametrize("form", [Lines(10.0, 4), Timeline()])
 def test_a_trace_never_grows_beyond_its_limit_and_keeps_what_is_new(form: Lines | Timeline, tmp_path: Path) -> None:
     path = tmp_path / ("t.jsonl" if isinstance(form, Lines) else "t.json")

@@ -143,6 +143,8 @@ class Policy:
             robot = self._robots.get(session)
         if robot is None:
             raise ObservationError("session", got=session.session_id, expected="an open session")
+        if options.priority:
+            raise ObservationError("rt.priority", got=options.priority, expected="0: who goes first follows from deadlines")
         with robot.turn:
             if options.reset:
                 robot.forget()

@@ -90,6 +90,8 @@ class Lines:
             line["delay_steps"] = min(options.delay_steps or 0, self.horizon)
         if options.deadline_ms is not None:
             line["deadline_s"] = options.deadline_ms / 1e3
+        if options.obs_time_ns is not None:
+            line["obs_time_ns"] = options.obs_time_ns
         if options.starved_steps:
             line["starved_steps"] = options.starved_steps
         if served.reason:
