@@ -22,6 +22,7 @@ from stretto.layers.dispatch import triton_runs_on
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -31,11 +32,12 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:  # without Triton, or one whose Gluon is another
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
+    gluon = gl = async_copy = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = None
 
 __all__ = [
     "QUERIES",
     "allocate",
+    "async_copy",
     "attend_blocks",
     "bring_queries",
     "coded",
@@ -73,8 +75,8 @@ def runs_on(device_type: str, index: int | None) -> bool:
 
 
 def described(x: Tensor, block: list[int]) -> Any:
-    """Describe 16-bit x for copies of blocks to shared memory, which swizzle rows of up to 128 bytes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * block[-1]), element_bitwidth=16, rank=len(block))
+    """Describe 16-bit x for copies of blocks to shared memory, which swizzle 128 bytes."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 

@@ -15,12 +15,11 @@ from stretto.layers.kernels import hopper_parts
 from stretto.layers.kernels.fp8_activation import E4M3
 from stretto.layers.kernels.hopper_parts import (
     QUERIES,
+    async_copy,
     fence_async_shared,
     gl,
     jit,
-    mbarrier,
     runs_on,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,11 +32,27 @@ MOST_HEAD = 128
 
 
 @jit
-def _brought(desc: gl.tensor, there: gl.tensor, b: gl.tensor, head: gl.tensor, row: gl.tensor, channel: gl.tensor) -> gl.tensor:
-    """Ask for a tile and return where it will be; `there` already expects it."""
-    tile = gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
-    tma.async_copy_global_to_shared(desc, [b, head, row, channel], there, tile)
-    return tile.reshape([desc.block_type.shape[2], desc.block_type.shape[3]])
+def _brought(
+    x: gl.tensor,
+    step: gl.tensor,
+    row: gl.tensor,
+    rows: gl.tensor,
+    channel: gl.tensor,
+    channels: gl.tensor,
+    HEIGHT: gl.constexpr,
+    WIDTH: gl.constexpr,
+) -> gl.tensor:
+    """Ask for a tile of 16-bit rows `step` apart, zeros where there are none, and return where it will be."""
+    # Threads copy: rows of an odd number of 16 bytes are slow to come by descriptor.
+    ACROSS: gl.constexpr = WIDTH // 8
+    threads: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * WIDTH), element_bitwidth=16, rank=2)
+    line = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, threads))
+    column = channel + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, threads))
+    tile = gl.allocate_shared_memory(x.dtype.element_ty, [HEIGHT, WIDTH], swizzled)
+    there = (line < rows)[:, None] & (column < channels)[None, :]
+    async_copy.async_copy_global_to_shared(tile, x + line[:, None] * step + column[None, :], mask=there)
+    return tile
 
 
 @jit
@@ -65,18 +80,24 @@ def _store(
 
 @jit
 def _short_attention_kernel(
-    q_wide: gl.tensor,
-    k_wide: gl.tensor,
-    v_wide: gl.tensor,
-    q_rest: gl.tensor,
-    k_rest: gl.tensor,
-    v_rest: gl.tensor,
+    q: gl.tensor,
+    k: gl.tensor,
+    v: gl.tensor,
+    q_b: gl.tensor,
+    q_t: gl.tensor,
+    q_h: gl.tensor,
+    k_b: gl.tensor,
+    k_t: gl.tensor,
+    k_h: gl.tensor,
+    v_b: gl.tensor,
+    v_t: gl.tensor,
+    v_h: gl.tensor,
     out: gl.tensor,
     multiplier: gl.tensor,
     tokens: gl.tensor,
     keys: gl.tensor,
     heads: gl.tensor,
-    channels: gl.tensor,
+    eights: gl.tensor,
     scale: gl.tensor,
     QUERIES: gl.constexpr,
     KEYS: gl.constexpr,
@@ -86,28 +107,29 @@ def _short_attention_kernel(
     CODED: gl.constexpr,
 ) -> None:
     row, head, b = gl.program_id(0) * QUERIES, gl.program_id(1), gl.program_id(2)
-    dtype: gl.constexpr = q_wide.dtype
+    dtype: gl.constexpr = q.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
     rest: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, REST, 16])
 
-    k_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_there, count=1)
-    mbarrier.init(v_there, count=1)
-    fence_async_shared()
-    mbarrier.expect(k_there, (QUERIES + KEYS) * (WIDE + REST) * 2)
-    q = _brought(q_wide, k_there, b, head, row, 0)
-    k = _brought(k_wide, k_there, b, head, 0, 0)
-    q_end = _brought(q_rest, k_there, b, head, row, WIDE)
-    k_end = _brought(k_rest, k_there, b, head, 0, WIDE)
-    mbarrier.expect(v_there, KEYS * (WIDE + REST) * 2)
-    v = _brought(v_wide, v_there, b, head, 0, 0)
-    v_end = _brought(v_rest, v_there, b, head, 0, WIDE)
+    # Steps and channels come in eights, which the compiler is to know: a thread copies eight numbers.
+    q += (b.to(gl.int64) * q_b + head * q_h) * 8
+    k += (b.to(gl.int64) * k_b + head * k_h) * 8
+    v += (b.to(gl.int64) * v_b + head * v_h) * 8
+    channels = eights * 8
+    q_tile = _brought(q, q_t * 8, row, tokens, 0, channels, QUERIES, WIDE)
+    q_end = _brought(q, q_t * 8, row, tokens, WIDE, channels, QUERIES, REST)
+    k_tile = _brought(k, k_t * 8, 0, keys, 0, channels, KEYS, WIDE)
+    k_end = _brought(k, k_t * 8, 0, keys, WIDE, channels, KEYS, REST)
+    async_copy.commit_group()
+    v_tile = _brought(v, v_t * 8, 0, keys, 0, channels, KEYS, WIDE)
+    v_end = _brought(v, v_t * 8, 0, keys, WIDE, channels, KEYS, REST)
+    async_copy.commit_group()
 
-    mbarrier.wait(k_there, 0)
+    async_copy.wait_group(1)
+    fence_async_shared()
     s = gl.zeros([QUERIES, KEYS], gl.float32, scores)
-    s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma(q_end, k_end.permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     if not EVEN:
@@ -118,14 +140,13 @@ def _short_attention_kernel(
 
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=wide, k_width=2))
     p_end = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=rest, k_width=2))
-    mbarrier.wait(v_there, 0)
+    async_copy.wait_group(0)
+    fence_async_shared()
     acc = gl.zeros([QUERIES, WIDE], gl.float32, wide)
     acc_end = gl.zeros([QUERIES, REST], gl.float32, rest)
-    acc = warpgroup_mma(p, v, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(p, v_tile, acc, use_acc=False, is_async=True)
     acc_end = warpgroup_mma(p_end, v_end, acc_end, use_acc=False, is_async=True)
     acc, acc_end = warpgroup_mma_wait(0, deps=(acc, acc_end))
-    mbarrier.invalidate(k_there)
-    mbarrier.invalidate(v_there)
 
     stride = heads * channels
     mine = out + b.to(gl.int64) * tokens * stride + head * channels
@@ -153,10 +174,9 @@ def short_attention(
     keys = k_BNHd.shape[1]
     block, rest = max(block_of(keys), 16), max(block_of(head_dim - WIDE), 16)
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype if multiplier is None else E4M3, device=q_BTHd.device)
-    sides = [(x.transpose(1, 2), height) for x, height in ((q_BTHd, QUERIES), (k_BNHd, block), (v_BNHd, block))]
-    tiles = [hopper_parts.described(x, [1, 1, height, width]) for width in (WIDE, rest) for x, height in sides]
+    steps = [n // 8 for x in (q_BTHd, k_BNHd, v_BNHd) for n in x.stride()[:3]]
     _short_attention_kernel[(cdiv(tokens, QUERIES), heads, batch)](
-        *tiles, out, out if multiplier is None else multiplier, tokens, keys, heads, head_dim,
+        q_BTHd, k_BNHd, v_BNHd, *steps, out, out if multiplier is None else multiplier, tokens, keys, heads, head_dim // 8,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         QUERIES=QUERIES, KEYS=block, WIDE=WIDE, REST=rest, EVEN=keys == block, CODED=multiplier is not None, num_warps=4,
     )  # fmt: skip
