@@ -93,6 +93,8 @@ def test_intervals_above_the_promise_while_queues_fill_are_told(capsys: pytest.C
         (["--gpus", "1", "--models", "gpt"], "gpt"),
         (["--gpus", "0", "--models", "wan2.2-5b"], "empty pool"),
         (["--gpus", "1", "--models", "wan2.2-5b", "--interval-ms", "1"], "no plan is faster than"),
+        (["--gpus", "1", "--models", "wan2.1-1.3b", "--chunk", "1", "--interval-ms", "96"], "or chunks of 3 latent frames"),
+        (["--gpus", "1", "--models", "wan2.2-5b", "--interval-ms", "400"], "an interval of 500 ms or 3 denoise steps"),
         (["--scenario", "seed-1gpu", "--compare", "luck"], "luck"),
         (["--scenario", "seed-1gpu", "--device", "abacus"], "abacus"),
         (["--scenario", "seed-1gpu", "--response-ms", "10"], "response_ms: got 10"),

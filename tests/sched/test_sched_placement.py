@@ -223,6 +223,31 @@ def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
     assert not isinstance(admission.arrive(StreamSpec("third", "a", 3.0)), Refused)
 
 
+@settings(max_examples=60, deadline=None)
+@given(instance=instances())
+def test_what_a_refusal_says_would_fit_is_taken_when_it_is_asked_for(instance: Instance) -> None:
+    devices, profiles, interval_s, count = instance
+    admission = Admission(devices, profiles)
+    for spec in specs_of(profiles, interval_s, count):
+        answer = admission.arrive(spec)
+        if not isinstance(answer, Refused):
+            continue
+        (asked,) = [float(text.split()[3]) for text in answer.fits if text.startswith("an interval")] or [0.0]
+        if asked:
+            admission.leave(spec.name)
+            again = admission.arrive(replace(spec, interval_s=asked / 1e3))
+            assert not isinstance(again, Refused), answer.text
+            admission.leave(spec.name)
+
+
+def test_a_stream_that_no_pool_can_keep_is_told_what_the_empty_pool_could() -> None:
+    admission = Admission(pool(2), {"a": toy(8, 4, per_row_s=0.05)})
+    answer = admission.arrive(StreamSpec("s", "a", 0.7))  # 1.6 s of work on two devices
+    assert isinstance(answer, Refused)
+    assert answer.resource == "interval"
+    assert answer.text.endswith("it would fit with an interval of 875 ms or 3 denoise steps")
+
+
 def test_memory_is_named_when_only_memory_is_missing() -> None:
     profile = toy(4, 1, per_row_s=0.001, weight_bytes=100, state_bytes=100)
     admission = Admission(pool(1, memory_bytes=1000), {"a": profile})

@@ -34,7 +34,8 @@ class Refused:
 
     @property
     def text(self) -> str:
-        hint = f"; it would fit with {' or '.join(self.fits)}" if self.fits else ""
+        *most, last = self.fits or ("",)
+        hint = f"; it would fit with {' or '.join(part for part in (', '.join(most), last) if part)}" if self.fits else ""
         return f"{self.spec.name} ({self.spec.model}): not enough {self.resource}: {self.missing}{hint}"
 
 
@@ -151,7 +152,14 @@ class Admission:
     def _would_fit(self, spec: StreamSpec, *, memory: bool) -> bool:
         """Ask a copy of the pool, without its memory limits or with them."""
         copy = _copy(self.planner.cluster, self.planner.pool, self._profiles, memory=memory)
-        return Search(copy, spec, BEST_FIT, open_most=self.planner.may_open()).run() is not None
+        return self._fits_on(copy, spec, self.planner.shadow.share(spec))
+
+    def _fits_on(self, copy: Cluster, spec: StreamSpec, share: int) -> bool:
+        """Tell whether a stream that has come in place of a refused one of its name would be placed."""
+        most, could = self.planner.may_open_instead(spec.name, share)
+        if Search(copy, spec, BEST_FIT, open_most=most).run() is not None:
+            return True
+        return could and share <= len(self.planner.pool) - copy.open_devices
 
     def _alternatives(self, spec: StreamSpec) -> Iterator[str]:
         """Yield what would be taken now: a longer interval, fewer steps, another chunk shape, a longer response."""
@@ -181,8 +189,7 @@ class Admission:
         """Tell whether the stream would fit if it had another profile. Its weights are counted as not there yet."""
         name = f"{spec.model} (other)"
         copy = _copy(self.planner.cluster, self.planner.pool, {**self._profiles, name: profile}, memory=True)
-        other = replace(spec, model=name)
-        return Search(copy, other, BEST_FIT, open_most=self.planner.may_open()).run() is not None
+        return self._fits_on(copy, replace(spec, model=name), equal_share(copy.view(name), spec, self.planner.pool))
 
 
 def _copy(cluster: Cluster, pool: Sequence[Device], profiles: Mapping[str, Profile], *, memory: bool) -> Cluster:

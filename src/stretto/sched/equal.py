@@ -66,6 +66,10 @@ class EqualPartition:
     def free_devices(self) -> int:
         return len(self._free)
 
+    def held(self, name: str) -> int:
+        """Return how many devices a stream has."""
+        return len(self._held.get(name, ()))
+
     def share(self, spec: StreamSpec) -> int:
         key = (spec.model, spec.interval_s, spec.response_s)
         if key not in self._shares:

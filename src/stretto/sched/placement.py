@@ -111,10 +111,23 @@ class Planner:
 
     def may_open(self) -> int:
         """Return how many empty devices the next stream may open."""
+        return self._may_open(self.shadow.open_devices, self.shadow.free_devices)
+
+    def may_open_instead(self, name: str, share: int) -> tuple[int, bool]:
+        """Return how many empty devices another stream may open in place of one that found no place.
+
+        `share` is what equal partition would give it; the second value says whether it could.
+        """
+        held = self.shadow.held(name)
+        taken, free = self.shadow.open_devices - held, self.shadow.free_devices + held
+        could = 0 < share <= free
+        return self._may_open(taken + share * could, free - share * could), could
+
+    def _may_open(self, shadow_taken: int, shadow_free: int) -> int:
         free = len(self.pool) - self.cluster.open_devices
-        if not self.strategy.floor or self.shadow.free_devices < self._least_share:
+        if not self.strategy.floor or shadow_free < self._least_share:
             return free
-        return max(0, min(free, self.shadow.open_devices - self.cluster.open_devices))
+        return max(0, min(free, shadow_taken - self.cluster.open_devices))
 
     def _accepts(self, spec: StreamSpec, ranks: Sequence[Rank]) -> bool:
         cluster, view = self.cluster, self.cluster.view(spec.model)

@@ -23,6 +23,7 @@ from stretto.sched.robots import Robot, Server
 from stretto.sched.scenarios import Scenario
 from stretto.sched.sim_state import Load, StreamRun
 from stretto.sched.simulator import Simulation
+from stretto.sched.variants import other_chunks
 from stretto.sched.verify import TRIAL, Trial
 
 
@@ -117,7 +118,7 @@ def _row(scenario: Scenario, profile: Profile, model: str, methods: Sequence[str
     bound = streams_bound(profile, devices, scenario.interval_ms / 1e3)
     row = Row(model, profile, bound.streams, bound.binds)
     specs = _specs(scenario, model, bound.streams + 1)
-    row.refusal = _first_refusal(devices, {model: profile}, specs)
+    row.refusal = _first_refusal(devices, profile, specs, scenario.shape)
     for method in methods:
         _enter(row, method, pack(devices, {model: profile}, specs, method, trial))
     if not any(row.streams.values()):
@@ -149,8 +150,10 @@ def _enter(row: Row, method: str, packed: Packed, model: str = "") -> None:
     row.dispatch[method] = v.dispatch
 
 
-def _first_refusal(devices: Sequence[Device], profiles: Mapping[str, Profile], specs: Sequence[StreamSpec]) -> str:
-    admission = Admission(devices, profiles, expected=specs[:1])
+def _first_refusal(devices: Sequence[Device], profile: Profile, specs: Sequence[StreamSpec], shape: Mapping[str, float]) -> str:
+    others, offered = other_chunks(profile, shape)
+    variants = {profile.model: offered}
+    admission = Admission(devices, {profile.model: profile, **others}, expected=specs[:1], variants=variants)
     for spec in specs:
         answer = admission.arrive(spec)
         if hasattr(answer, "text"):
