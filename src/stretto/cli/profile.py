@@ -26,7 +26,7 @@ class Args:
     mode: Literal["auto", "graph", "eager"] = "auto"
     n: int = 30
     """Timed runs of each case."""
-    sustained: float = 2.0
+    sustained: float = 4.0
     """World models on a GPU: seconds for which denoise steps run one behind the other, as in a stream, for each batch size."""
     out: Path | None = None
     """Write the profile here instead of printing it."""
