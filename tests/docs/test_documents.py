@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import PAGES, ROOT, name_of
 
 from stretto.core.policy import PolicyReply
 from stretto.processors.openpi import MANIFEST, read_manifest, read_network_table
@@ -16,9 +17,6 @@ from stretto.serve.request import _FIELDS as REQUEST_KEYS
 from stretto.serve.request import Exchange, Offer
 from stretto_client.codec import unpack
 
-ROOT = Path(__file__).parents[2]
-NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "client/README.md", "recipes/metaworld/README.md")
-PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -75,7 +73,7 @@ def _block(page: str, language: str) -> str:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:src|docs|tests|benchmarks|recipes|client|scripts)/[\w./-]+?)`", page.read_text())
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
