@@ -361,6 +361,10 @@ inline Map map_of(const void* from, int each, const uint64_t (&sizes)[5], const 
     for (int i = 0; i < 5; ++i) m.sizes[i] = sizes[i], m.steps[i] = i == 0 ? each : steps[i - 1], m.tile[i] = tile[i];
     return m;
 }
+// Of bf16.
+inline Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    return map_of(from, 2, sizes, steps, tile);
+}
 inline void ask_for_tile(const Map&, const Place&) {}
 // In rows of 128 bytes; 16-byte pieces change places by the row's number in a group of eight.
 inline void copy_tile(void* to, const Map& m, const Place& place, Barrier* b) {
