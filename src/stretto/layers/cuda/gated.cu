@@ -30,7 +30,7 @@ using LargeFolded = Cut<128, 4, false, true>;
 
 #ifndef STRETTO_ON_HOST
 template <class C>
-__global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(2, 1, 1) product(const __grid_constant__ Given a) {
+__global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) product(const __grid_constant__ Given a) {
     extern __shared__ __align__(1024) char shared[];
     run<C>(a, shared);
 }
@@ -58,7 +58,7 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
 template <class C>
 const char* launch(const Given& given, int clusters, void* stream) {
     cudaLaunchConfig_t how{};
-    how.gridDim = dim3(unsigned(clusters * 2)), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES;
+    how.gridDim = dim3(unsigned(clusters * CLUSTER)), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES;
     how.stream = static_cast<cudaStream_t>(stream);
     const cudaError_t e = cudaLaunchKernelEx(&how, product<C>, given);
     return e == cudaSuccess ? nullptr : cudaGetErrorString(e);
@@ -70,9 +70,9 @@ cudaError_t prepare(int* clusters) {
     if (e != cudaSuccess) return e;
     cudaLaunchAttribute with[1];
     with[0].id = cudaLaunchAttributeClusterDimension;
-    with[0].val.clusterDim.x = 2, with[0].val.clusterDim.y = 1, with[0].val.clusterDim.z = 1;
+    with[0].val.clusterDim.x = CLUSTER, with[0].val.clusterDim.y = 1, with[0].val.clusterDim.z = 1;
     cudaLaunchConfig_t how{};
-    how.gridDim = dim3(2), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES, how.attrs = with, how.numAttrs = 1;
+    how.gridDim = dim3(CLUSTER), how.blockDim = dim3(THREADS), how.dynamicSmemBytes = C::BYTES, how.attrs = with, how.numAttrs = 1;
     return cudaOccupancyMaxActiveClusters(clusters, product<C>, &how);
 }
 #else
@@ -80,7 +80,7 @@ using device::map_of;
 
 template <class C>
 const char* launch(const Given& given, int clusters, void*) {
-    return host::launch(clusters * 2, THREADS, C::BYTES, [&given](char* shared) { run<C>(given, shared); }, 2);
+    return host::launch(clusters * CLUSTER, THREADS, C::BYTES, [&given](char* shared) { run<C>(given, shared); }, CLUSTER);
 }
 #endif
 
@@ -89,7 +89,7 @@ const char* start(const Call& c, void* stream) {
     // A coded row is seen as one of half as many numbers in bf16: copies only care for bytes.
     const uint64_t columns = uint64_t(c.row_bytes) / 2, step = uint64_t(c.row_bytes), rows = uint64_t(c.rows), features = uint64_t(c.features);
     Given a{};
-    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, 1, 1, 1});
+    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, CLUSTER == 1 ? 2u : 1u, 1, 1});
     a.x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
     a.half_x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
     a.out = c.out, a.x_scale = c.x_scale, a.weight_scale = c.weight_scale, a.multiplier = c.multiplier;

@@ -13,6 +13,11 @@ namespace gated {
 
 constexpr int FEATURES = 128, GROUP = 128, GROUPS = 2, THREADS = (GROUPS + 1) * GROUP;
 constexpr int WEIGHT_BYTES = 2 * FEATURES * 128, STRIP = 8;
+#ifdef STRETTO_SOLO
+constexpr int CLUSTER = 1;
+#else
+constexpr int CLUSTER = 2;
+#endif
 
 template <int TOKENS_, int STAGES_, bool CODED_, bool FOLDED_ = false>
 struct Cut {
@@ -49,6 +54,18 @@ template <class C>
 struct Order {
     int pairs, odd, feature_pairs, strips, all;
 
+#ifdef STRETTO_SOLO
+    // Without partners: tiles go down strips of tokens, feature by feature.
+    ON_DEVICE explicit Order(const Given& a) {
+        pairs = (a.rows + C::TOKENS - 1) / C::TOKENS, odd = 0, feature_pairs = a.features / FEATURES;
+        strips = (pairs + 2 * STRIP - 1) / (2 * STRIP), all = pairs * feature_pairs;
+    }
+    ON_DEVICE Tile at(int i, int) const {
+        const int strip = min(i / (2 * STRIP * feature_pairs), strips - 1), height = min(pairs - strip * 2 * STRIP, 2 * STRIP);
+        const int within = i - strip * 2 * STRIP * feature_pairs;
+        return {within / height * FEATURES, (strip * 2 * STRIP + within % height) * C::TOKENS, true};
+    }
+#else
     ON_DEVICE explicit Order(const Given& a) {
         const int tiles = (a.rows + C::TOKENS - 1) / C::TOKENS;
         pairs = tiles / 2, odd = tiles % 2, feature_pairs = a.features / FEATURES / 2;
@@ -63,6 +80,7 @@ struct Order {
         if (j < 2 * height) return {(features + j / height) * FEATURES, (2 * (strip * STRIP + j % height) + rank) * C::TOKENS, true};
         return {(features + rank) * FEATURES, 2 * pairs * C::TOKENS, false};
     }
+#endif
 };
 
 template <class C>
@@ -81,7 +99,7 @@ template <class C>
 ON_DEVICE void bring(const Given& a, const Room<C>& room, const Order<C>& order, int rank) {
     int count = 0;
 #pragma unroll 1
-    for (int i = device::cluster_id(); i < order.all; i += device::clusters()) {
+    for (int i = device::cluster_id(CLUSTER); i < order.all; i += device::clusters(CLUSTER)) {
         const Tile tile = order.at(i, rank);
 #pragma unroll 1
         for (int chunk = 0; chunk < a.chunks; ++chunk, ++count) {
@@ -91,6 +109,11 @@ ON_DEVICE void bring(const Given& a, const Room<C>& room, const Order<C>& order,
             device::barrier_wait_for_cluster(room.free(stage), uint32_t(count / C::STAGES & 1) ^ 1);
             device::barrier_arrive_expecting(full, C::STAGE_BYTES);
             char *weights = room.weights(stage), *x = room.x(stage);
+#ifdef STRETTO_SOLO
+            device::copy_tile(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
+            device::copy_tile(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
+            continue;
+#endif
             if (tile.shares_features) {
                 device::copy_tile_to_both(weights + rank * (WEIGHT_BYTES / 2), a.weight, {{column, tile.feature, rank, 0, 0}}, full);
                 device::copy_tile(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
@@ -115,7 +138,7 @@ ON_DEVICE void multiply(float (&c)[TOKENS / 2], const char* a, const char* b, bo
 // Tell both CTAs that this group has read a stage.
 template <class C>
 ON_DEVICE void release(const Room<C>& room, int index, int stage) {
-    if (index < 2) device::barrier_arrive_at(device::at_rank(room.free(stage), index));
+    if (index < CLUSTER) device::barrier_arrive_at(device::at_rank(room.free(stage), index));
 }
 
 // Where a 16-byte piece of a token's row lies: pieces change places so that neither writing nor reading meets itself.
@@ -161,7 +184,7 @@ template <class C>
 ON_DEVICE void store(const Given& a, const Room<C>& room, const Tile& tile, int group, int index, float (&gate)[C::TOKENS / 2], float (&up)[C::TOKENS / 2]) {
     const int warp = index / 32, lane = index % 32, g = lane / 4, t = lane % 4;
     float scale = 1.0f, code = 1.0f;
-    if constexpr (C::CODED) scale = device::at(a.x_scale) * device::at(a.weight_scale), code = device::at(a.multiplier);
+    if constexpr (C::CODED) scale = device::at(a.x_scale) * device::at(a.weight_scale), code = scale * device::at(a.multiplier);
     char* out = room.out(group);
     Folded<C> folded{a, tile.feature + group * 64 + warp * 16 + g};
     // What was stored last has been read.
@@ -173,7 +196,7 @@ ON_DEVICE void store(const Given& a, const Room<C>& room, const Tile& tile, int 
         for (int half = 0; half < 2; ++half) {
             const int feature = warp * 16 + half * 8 + g, token = n * 8 + 2 * t, i = 4 * n + 2 * half;
             if constexpr (C::CODED) {
-                const float left = device::gated(gate[i] * scale, up[i] * scale) * code, right = device::gated(gate[i + 1] * scale, up[i + 1] * scale) * code;
+                const float left = device::gated_for_codes(gate[i] * scale, up[i] * code), right = device::gated_for_codes(gate[i + 1] * scale, up[i + 1] * code);
                 const uint32_t both = device::pack_coded(left, right);
                 out[piece_at<C>(token, feature / 16) + feature % 16] = char(both);
                 out[piece_at<C>(token + 1, feature / 16) + feature % 16] = char(both >> 8);
@@ -200,7 +223,7 @@ template <class C>
 ON_DEVICE void consume(const Given& a, const Room<C>& room, const Order<C>& order, int rank, int group, int index) {
     int count = 0;
 #pragma unroll 1
-    for (int i = device::cluster_id(); i < order.all; i += device::clusters()) {
+    for (int i = device::cluster_id(CLUSTER); i < order.all; i += device::clusters(CLUSTER)) {
         const Tile tile = order.at(i, rank);
         float gate[C::TOKENS / 2], up[C::TOKENS / 2];
 #pragma unroll 1
@@ -222,6 +245,10 @@ ON_DEVICE void consume(const Given& a, const Room<C>& room, const Order<C>& orde
         }
         device::await_products<0>();
         release(room, index, (count - 1) % C::STAGES);
+#ifdef STRETTO_BARE
+        // Only to see what the rest takes: one number is kept, so that the products are.
+        if (gate[0] + up[C::TOKENS / 2 - 1] == 12345.0f)
+#endif
         store(a, room, tile, group, index, gate, up);
     }
 }
@@ -234,7 +261,7 @@ ON_DEVICE void run(const Given& a, char* shared) {
     if (thread == 0) {
         for (int stage = 0; stage < C::STAGES; ++stage) {
             device::barrier_init(room.full(stage), 1);
-            device::barrier_init(room.free(stage), 2 * GROUPS);
+            device::barrier_init(room.free(stage), CLUSTER * GROUPS);
         }
         device::barriers_ready();
     }

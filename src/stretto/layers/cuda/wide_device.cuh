@@ -6,8 +6,8 @@
 
 namespace device {
 
-ON_DEVICE int cluster_id() { return int(blockIdx.x) / 2; }
-ON_DEVICE int clusters() { return int(gridDim.x) / 2; }
+ON_DEVICE int cluster_id(int size) { return int(blockIdx.x) / size; }
+ON_DEVICE int clusters(int size) { return int(gridDim.x) / size; }
 ON_DEVICE void sync_warp() { __syncwarp(); }
 // Of 384 threads, 128 that only copy leave registers to the others.
 ON_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
@@ -38,20 +38,18 @@ ON_DEVICE void barrier_wait_for_cluster(Barrier* b, uint32_t parity) {
 
 // gelu(x) * y with the tanh approximation, in the instructions of the kernels in Triton.
 ON_DEVICE float gated(float x, float y) {
-    float e, q;
-    const float u = fmaf(x * (x * 0.044715f), x, x) * 0.7978845608028654f;
-    const float power = fminf(u * -2.0f, 80.0f) * 1.4426950408889634f;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(power));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(e + 1.0f));
-    return q * y;
+    float share;
+    asm("{ ex2.approx.ftz.f32 %0, %1; add.ftz.f32 %0, %0, 0f3F800000; rcp.approx.ftz.f32 %0, %0; }"
+        : "=&f"(share) : "f"(x * fmaf(x * -0.1029432397f, x, -2.302208198f)));
+    return x * share * y;
 }
-// Two numbers in e4m3, the first one in the low byte; what is out of range becomes the largest value.
-ON_DEVICE uint32_t pack_coded(float low, float high) {
-    uint16_t both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-    return both;
+// The same for e4m3, which hides the tanh of the chip.
+ON_DEVICE float gated_for_codes(float x, float y) {
+    float tanh;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x * fmaf(x * 0.0356774081f, x, 0.7978845608f)));
+    const float half = 0.5f * x;
+    return fmaf(half, tanh, half) * y;
 }
-
 // As multiply_56, for 112 and 128 rows of B; coded ones have 32 columns of e4m3 in the 32 bytes of 16 of bf16.
 ON_DEVICE void multiply_112(float (&c)[56], const void* a, const void* b, bool add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %58, 0; wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
