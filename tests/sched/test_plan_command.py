@@ -79,6 +79,16 @@ def test_a_damaged_scenario_file_is_one_line_that_names_the_entry(
     assert says in capsys.readouterr().err
 
 
+def test_where_the_exact_answer_is_out_of_reach_the_other_methods_still_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--gpus", "40", "--models", "wan2.1-1.3b", "--interval-ms", "1600", "--intervals", "4"]
+    assert main([*flags, "--compare", "equal,exact", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["streams"] == {"equal": 40}
+    assert "possible ranks" in row["skipped"]["exact"]
+    assert main([*flags, "--compare", "exact"]) == 2
+    assert "possible ranks" in capsys.readouterr().err
+
+
 def test_intervals_above_the_promise_while_queues_fill_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpus", "24", "--models", "ltx-2.5-22b", "--interval-ms", "1600"]) == 0
     assert "ltx-2.5-22b: intervals are still above the promise by portfolio, while" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from stretto.sched.bounds import plan_bound, streams_bound
 from stretto.sched.check import check_plan, route_of
 from stretto.sched.cluster import EXCLUSIVE_CAP, SHARED_CAP, Placed, StreamSpec
 from stretto.sched.columns import Columns, Rank
-from stretto.sched.exact import optimum
+from stretto.sched.exact import TooLargeError, optimum, solve
 from stretto.sched.pack import pack, place_all
 from stretto.sched.placement import STRATEGIES, Planner
 from stretto.sched.plans import by_block, check_memory, waits
@@ -166,6 +166,13 @@ def test_the_exact_answer_is_near_and_never_below() -> None:
         assert found <= len(best)
         ratios.append(found / len(best) if best else 1.0)
     assert sum(ratios) / len(ratios) >= 0.95
+
+
+def test_an_answer_that_is_not_proven_is_not_given_as_exact() -> None:
+    profiles = {"a": toy(12, 3, per_row_s=0.011), "b": toy(9, 2, per_row_s=0.017)}
+    specs = [StreamSpec(f"s{i}", "ab"[i % 2], 1.0) for i in range(24)]
+    with pytest.raises(TooLargeError, match="no proof within 0 s"):
+        solve(pool(8), profiles, specs, limit_s=0.01)
 
 
 def test_a_mix_that_keeps_what_equal_partition_takes_is_within_five_percent_of_the_exact_answer() -> None:

@@ -238,12 +238,14 @@ def _table(head: dict[str, Any], found: list[Row], methods: tuple[str, ...]) -> 
             busy = f"{row.utilisation[method]:.0%}" if method in row.utilisation else "-"
             if method in row.mean_interval_ms:
                 pairs[0] = f"{row.mean_interval_ms[method]:.0f} ({pairs[0]})"
-            table.add_row(row.model if first else "", method, str(row.streams[method]), bound, *pairs, busy)
+            table.add_row(row.model if first else "", method, str(row.streams.get(method, "-")), bound, *pairs, busy)
     console = Console()
     console.print(table)
     for row in found:
         console.print(f"{row.model}: {describe(row.profile)}", soft_wrap=True, style="dim")
     for row in found:
+        for why in row.skipped.values():
+            console.print(f"{row.model}: {why}", soft_wrap=True)
         if row.behind:
             note = f"{row.model}: intervals are still above the promise by {', '.join(row.behind)}, while queues fill"
             console.print(f"{note}; no player with one chunk in hand has waited; look longer with --intervals", soft_wrap=True)

@@ -23,6 +23,10 @@ _EPSILON = 1e-9
 _KINDS = ("taken", "on", "weights", "model", "alone")
 
 
+class TooLargeError(ConfigError):
+    """An instance is too large for the exact answer."""
+
+
 class _Programme:
     """Rows and columns of an integer programme, by name."""
 
@@ -69,10 +73,19 @@ def solve(
     specs: Sequence[StreamSpec],
     *,
     cuts: int = 8,
-    limit_s: float = 60.0,
+    limit_s: float = 30.0,
 ) -> dict[str, Placed]:
-    """Return the most streams that fit, with their ranks; see `optimum`."""
-    return optimum(devices, profiles, specs, cuts=cuts, limit_s=limit_s)[0]
+    """Return the most streams that fit, with their ranks; see `optimum`.
+
+    Raises:
+        TooLargeError: if the instance is too large, or not settled in this time.
+        ConfigError: if SciPy is missing.
+    """
+    best, proven = optimum(devices, profiles, specs, cuts=cuts, limit_s=limit_s)
+    if not proven:
+        got = f"no proof within {limit_s:.0f} s, {len(best)} streams so far"
+        raise TooLargeError("exact", got=got, expected="an instance that is settled in this time: fewer streams or devices")
+    return best
 
 
 def optimum(
@@ -89,7 +102,8 @@ def optimum(
     Streams of `keep` must be among them, such as those that equal partition takes; nothing is placed if they cannot be.
 
     Raises:
-        ConfigError: if the instance is too large, or SciPy is missing.
+        TooLargeError: if the instance is too large.
+        ConfigError: if SciPy is missing.
     """
     try:
         import scipy  # noqa: F401
@@ -99,7 +113,9 @@ def optimum(
     points = {m: _points(v, cuts) for m, v in cluster.views.items()}
     size = sum(len(devices) * len(points[s.model]) * (len(points[s.model]) - 1) // 2 for s in specs)
     if size > _LARGEST:
-        raise ConfigError("exact", got=f"{size} possible ranks", expected=f"at most {_LARGEST}: fewer streams, devices or cuts")
+        raise TooLargeError(
+            "exact", got=f"{size} possible ranks", expected=f"at most {_LARGEST}: fewer streams, devices or cuts"
+        )
     programme = _Programme()
     for spec in specs:
         _stream(programme, cluster.view(spec.model), spec, devices, points[spec.model])

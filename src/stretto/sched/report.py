@@ -14,6 +14,7 @@ from stretto.sched.admission import Admission
 from stretto.sched.bounds import chunks_under_way, plan_bound, streams_bound
 from stretto.sched.cluster import StreamSpec
 from stretto.sched.dispatch import ring_cap
+from stretto.sched.exact import TooLargeError
 from stretto.sched.measured import describe
 from stretto.sched.outcome import quantile
 from stretto.sched.pack import METHODS, Packed, pack
@@ -46,6 +47,8 @@ class Row:
     packed: dict[str, Packed] = field(default_factory=dict)
     refusal: str = ""
     """Why the first stream that found no place was refused, by the portfolio."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Method -> why it gave no answer; the exact one, where an instance is too large for it."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +65,7 @@ class Row:
             "streams": self.streams,
             "bound": self.bound,
             "interval_ms_p99": p99,
+            **({"skipped": self.skipped} if self.skipped else {}),
         }
 
     def full(self) -> dict[str, Any]:
@@ -120,7 +124,9 @@ def _row(scenario: Scenario, profile: Profile, model: str, methods: Sequence[str
     specs = _specs(scenario, model, bound.streams + 1)
     row.refusal = _first_refusal(devices, profile, specs, scenario.shape)
     for method in methods:
-        _enter(row, method, pack(devices, {model: profile}, specs, method, trial))
+        packed = _packed(devices, {model: profile}, specs, method, trial, [row], among=methods)
+        if packed is not None:
+            _enter(row, method, packed)
     if not any(row.streams.values()):
         response = "not enough response" in row.refusal
         name, got = ("response_ms", scenario.response_ms) if response else ("interval_ms", scenario.interval_ms)
@@ -130,6 +136,27 @@ def _row(scenario: Scenario, profile: Profile, model: str, methods: Sequence[str
     if scenario.depth:
         row.extra["depth"] = depth(profile, devices)
     return row
+
+
+def _packed(
+    devices: Sequence[Device],
+    profiles: Mapping[str, Profile],
+    specs: Sequence[StreamSpec],
+    method: str,
+    trial: Trial,
+    rows: Sequence[Row],
+    *,
+    among: Sequence[str],
+) -> Packed | None:
+    """Place streams; None, and the rows say why, where an instance is too large for the exact method and there are others."""
+    try:
+        return pack(devices, profiles, specs, method, trial)
+    except TooLargeError as e:
+        if len(among) == 1:
+            raise
+        for row in rows:
+            row.skipped[method] = str(e)
+        return None
 
 
 def _enter(row: Row, method: str, packed: Packed, model: str = "") -> None:
@@ -175,9 +202,10 @@ def _mixed(scenario: Scenario, profiles: Mapping[str, Profile], methods: Sequenc
         bound = streams_bound(mine[model], devices, scenario.interval_ms / 1e3)
         out.append(Row(model, mine[model], min(count, bound.streams), "asked" if count <= bound.streams else bound.binds))
     for method in methods:
-        packed = pack(devices, mine, specs, method, trial)
-        for row in out:
-            _enter(row, method, packed, row.model)
+        packed = _packed(devices, mine, specs, method, trial, out, among=methods)
+        if packed is not None:
+            for row in out:
+                _enter(row, method, packed, row.model)
     return out
 
 
