@@ -35,6 +35,11 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) pr
     run<C>(a, shared);
 }
 
+#ifdef STRETTO_MAP3
+constexpr int RANK = 3;
+#else
+constexpr int RANK = 5;
+#endif
 using MakeMap = decltype(&cuTensorMapEncodeTiled);
 MakeMap maker() {
     static const MakeMap found = [] {
@@ -48,7 +53,7 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
     static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
     const uint32_t each[5] = {1, 1, 1, 1, 1};
     device::Map map{};
-    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
+    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(from), sizes, steps,
                                tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (e != CUDA_SUCCESS) throw e;

@@ -110,18 +110,18 @@ ON_DEVICE void bring(const Given& a, const Room<C>& room, const Order<C>& order,
             device::barrier_arrive_expecting(full, C::STAGE_BYTES);
             char *weights = room.weights(stage), *x = room.x(stage);
 #ifdef STRETTO_SOLO
-            device::copy_tile(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
-            device::copy_tile(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
+            device::copy_part(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
+            device::copy_part(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
             continue;
 #endif
             if (tile.shares_features) {
-                device::copy_tile_to_both(weights + rank * (WEIGHT_BYTES / 2), a.weight, {{column, tile.feature, rank, 0, 0}}, full);
-                device::copy_tile(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
+                device::copy_part_to_both(weights + rank * (WEIGHT_BYTES / 2), a.weight, {{column, tile.feature, rank, 0, 0}}, full);
+                device::copy_part(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
             } else {
                 const int mine = rank * (C::TOKENS / 2);
-                device::copy_tile(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
-                device::copy_tile(weights + WEIGHT_BYTES / 2, a.weight, {{column, tile.feature, 1, 0, 0}}, full);
-                device::copy_tile_to_both(x + mine * 128, a.half_x, {{column, tile.token + mine, 0, 0, 0}}, full);
+                device::copy_part(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
+                device::copy_part(weights + WEIGHT_BYTES / 2, a.weight, {{column, tile.feature, 1, 0, 0}}, full);
+                device::copy_part_to_both(x + mine * 128, a.half_x, {{column, tile.token + mine, 0, 0, 0}}, full);
             }
         }
     }
