@@ -5,20 +5,16 @@ The server, evaluation in process, and scripts use the same object, so an observ
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.core.chunk import Chunk
-from stretto.core.errors import ConfigError, DeadlineError, ObservationError, StrettoError, SupersededError
+from stretto.core.errors import ConfigError, ObservationError, StrettoError
 from stretto.core.policy import PolicyReply, RequestOptions, Session
 from stretto.deploy.admission import Gate, profile_of
 from stretto.deploy.checkpoint import Loaded, load_checkpoint, open_checkpoint
@@ -27,9 +23,9 @@ from stretto.deploy.input_rows import InputRows
 from stretto.deploy.policy_options import PlanKind, PolicyOptions, plan_for
 from stretto.deploy.precision import set_precision
 from stretto.deploy.realtime import Realtime
+from stretto.deploy.requests import Requests
 from stretto.deploy.shadow import Shadow
 from stretto.deploy.tickets import RobotState, Ticket
-from stretto.processors.policy import ModelInputs
 from stretto.runtime.engine import Engine
 from stretto.runtime.weights import LoadReport, update_weights
 
@@ -59,8 +55,10 @@ class Policy:
             schedule=options.rtc_schedule,
             cap=options.rtc_cap,
         )
-        self._rows = InputRows(loaded.model, self.processor, self.realtime)
-        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="prepare")
+        rows = InputRows(loaded.model, self.processor, self.realtime)
+        self._requests = Requests(
+            self.engine, self.processor, self.realtime, rows, self._shadow, options.threads, lambda: self.weight_version
+        )
         self._robots: dict[Session, RobotState] = {}
         self._lock = threading.Lock()
         self._own: list[Session] = []
@@ -134,7 +132,7 @@ class Policy:
             StrettoError: at once, if the session is closed or an option asks for what this policy does not offer.
         """
         ticket = self._ticket(observation, options, session)
-        self._pool.submit(self._prepare, ticket)
+        self._requests.prepare_beside(ticket)
         return ticket.reply
 
     def _ticket(self, observation: Mapping[str, object], options: RequestOptions, session: Session) -> Ticket:
@@ -143,17 +141,7 @@ class Policy:
             robot = self._robots.get(session)
         if robot is None:
             raise ObservationError("session", got=session.session_id, expected="an open session")
-        if options.priority:
-            raise ObservationError("rt.priority", got=options.priority, expected="0: who goes first follows from deadlines")
-        with robot.turn:
-            if options.reset:
-                robot.forget()
-            wish = self.realtime.read(options, robot.last_HD)
-            robot.asked += 1
-            number, episode = robot.asked, robot.episode
-        deadline_s = now_s + self.realtime.allowance_s(options)
-        reply: Future[PolicyReply] = Future()
-        return Ticket(reply, observation, options, robot, number, episode, wish, now_s, deadline_s)
+        return self._requests.take(observation, options, robot, now_s)
 
     def infer(self, observation: Mapping[str, object], options: RequestOptions | None = None) -> dict[str, Any]:
         """Answer one observation of the one robot that calls this; returns `actions` [H, A] and `policy_timing`."""
@@ -172,9 +160,9 @@ class Policy:
         said = options or RequestOptions()
         tickets = [self._ticket(o, said, own) for o, own in zip(observations, self._own, strict=False)]
         for ticket in tickets[:-1]:
-            self._pool.submit(self._prepare, ticket)
+            self._requests.prepare_beside(ticket)
         for ticket in tickets[-1:]:
-            self._prepare(ticket)  # here, since this thread would only wait
+            self._requests.prepare(ticket)  # here, since this thread would only wait
         for ticket in tickets:
             self.engine.help(ticket.reply.done)
         replies = [ticket.reply.result() for ticket in tickets]
@@ -233,80 +221,10 @@ class Policy:
 
     def close(self) -> None:
         """Stop. Queued observations fail with StreamClosedError."""
-        self._pool.shutdown(cancel_futures=True)
+        self._requests.close()
         self.engine.close()
         if self._shadow is not None:
             self._shadow.close()
-
-    def _prepare(self, ticket: Ticket) -> None:
-        if not ticket.reply.set_running_or_notify_cancel():
-            return
-        # The edge of one request: a fault that nobody foresaw must not leave its robot waiting.
-        try:
-            self._check_newest(ticket)
-            images = None
-            # A shadow, or a second attempt, reads inputs once more when the row has gone to another request.
-            if self._shadow is None and not ticket.options.late:
-                ticket.row = ticket.robot.stream.row()
-                images = ticket.row.views["images"]
-            inputs = self.processor.preprocess(ticket.observation, images)
-            ticket.preprocess_ms = (self.engine.now_s - ticket.arrived_s) * 1e3
-            self._hand_in(ticket, inputs)
-        except Exception as error:
-            ticket.reply.set_exception(error)
-
-    def _check_newest(self, ticket: Ticket) -> None:
-        if ticket.number < ticket.robot.asked and self.engine.plan.dispatch == "deadline_limited":
-            raise SupersededError("superseded", "a newer observation of the same robot took its place")
-
-    def _hand_in(self, ticket: Ticket, inputs: ModelInputs) -> None:
-        robot = ticket.robot
-        deadline_s = math.inf if ticket.overdue else ticket.deadline_s
-        with robot.turn:
-            # Again, and in one turn: the dispatch policy takes the later chunk of a stream for the newer observation.
-            self._check_newest(ticket)
-            rows = self._rows.of(inputs, ticket)
-            (row, ticket.row), lengths = (ticket.row, None), {"prompt": inputs.token_count}
-            chunk = robot.stream.submit(rows, lengths=lengths, seed=ticket.options.seed, deadline_s=deadline_s, row=row)
-            self._rows.look_ahead(ticket)
-        chunk.add_done_callback(lambda f: self._finish(ticket, f, inputs, rows))
-
-    def _finish(
-        self, ticket: Ticket, done: Future[Chunk], inputs: ModelInputs, rows: Mapping[str, np.ndarray[Any, Any]]
-    ) -> None:
-        # The edge again, on the engine's thread.
-        try:
-            error = done.exception()
-            if isinstance(error, DeadlineError) and ticket.options.late and not ticket.overdue:
-                # Without a deadline it yields to all that can still be on time, so lateness does not spread.
-                ticket.overdue = True
-                self._hand_in(ticket, inputs)
-            else:
-                ticket.reply.set_result(self._reply(ticket, done.result(), inputs))
-                if self._shadow is not None:
-                    self._shadow.offer(rows, {"prompt": inputs.token_count}, done.result().outputs["x"])
-        except Exception as failure:
-            ticket.reply.set_exception(failure)
-
-    def _reply(self, ticket: Ticket, chunk: Chunk, inputs: ModelInputs) -> PolicyReply:
-        begin_s = time.perf_counter()
-        actions = self.processor.postprocess(chunk.outputs["x"], inputs.context)
-        ticket.robot.remember(ticket.episode, chunk.index, actions)
-        postprocess_ms = (time.perf_counter() - begin_s) * 1e3
-        notes = (f"{inputs.clipped_values} pixel values were clipped to the valid range",) if inputs.clipped_values else ()
-        return PolicyReply(
-            actions=actions.copy(),
-            infer_ms=chunk.run_ms,
-            queue_ms=chunk.queue_ms,
-            stage_ms={"preprocess": ticket.preprocess_ms, **chunk.stage_ms, "postprocess": postprocess_ms},
-            batch_size=max(chunk.batch_sizes.values()),
-            mode=chunk.mode,
-            weight_version=self.weight_version,
-            request_id=ticket.options.request_id,
-            prefix_steps_honoured=ticket.wish.delay,
-            late=ticket.overdue or self.engine.now_s > ticket.deadline_s,
-            notes=notes,
-        )
 
 
 def load_policy(checkpoint: str | Path, options: PolicyOptions | None = None) -> Policy:
