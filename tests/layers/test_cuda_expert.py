@@ -286,7 +286,7 @@ def test_coded_launches_on_the_device_leave_what_their_codes_say(on_device: Expe
     assert all(torch.equal(a, b) for a, b in zip(end, again, strict=True))
     fresh, attended, middle, hidden, want = coded_steps(c, code_stream(c.stream, EPS), 0, memory)
     for launch, left in enumerate((fresh, attended, middle.codes_BTD, hidden)):
-        assert differs_by(left_by(memory, launch), left[0]) < (2e-2 if launch == 1 else 4e-3)
+        assert differs_by(left_by(memory, launch), left[0]) < (3e-2 if launch == 1 else 1e-2)
     assert differs_by(end.residual_BTD, want.residual_BTD) < 3e-3
 
 

@@ -120,12 +120,10 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
     return map;
 }
 
+// All launches want one split of the cache: a multiprocessor is empty before it takes another.
 cudaError_t prepare(const void* kernel, int bytes) {
-    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-#ifdef STRETTO_ONE_SPLIT
-    if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-#endif
-    return e;
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return e == cudaSuccess ? cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) : e;
 }
 
 // Not set anew where it is so: a thread may be at work in a part of its device.

@@ -44,7 +44,7 @@ struct PlainShapes {
 #define STRETTO_CODED_QKV_CUTS 4
 #endif
 #ifndef STRETTO_CODED_GATE_CUTS
-#define STRETTO_CODED_GATE_CUTS 2
+#define STRETTO_CODED_GATE_CUTS 1
 #endif
 // Shifts come from a table, and all of a CTA's cut is in shared memory at once.
 struct CodedShapes {
