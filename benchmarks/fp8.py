@@ -145,10 +145,10 @@ def calibrate(model: pi0.Pi0Model, device: str) -> dict[str, float]:
     return {name: float(layer.largest) for name, layer in noted.items()}
 
 
-def reference(folder: Path, family: str, device: str, small: bool) -> None:
-    """Write the fp32 actions of both sets of weights."""
-    for name, outliers in (("plain", False), ("outliers", True)):
-        model = in_fp32(build(family, device, small, outliers=outliers), device)
+def reference(folder: Path, family: str, device: str, small: bool, weights: str) -> None:
+    """Write the fp32 actions of each of these sets of weights."""
+    for name in weights.split(","):
+        model = in_fp32(build(family, device, small, outliers=name == "outliers"), device)
         np.save(folder / f"{name}.npy", actions(model, device, model.example_inputs(OBSERVATIONS, seed=7), OBSERVATIONS))
         del model
 
@@ -186,15 +186,15 @@ def partly(model: pi0.Pi0Model, scales: dict[str, float], parts: tuple[str, ...]
     return Fp8Net(model.module, make, expert_rows=0 if "expert" in parts else 1 << 30, chain=False)
 
 
-def accuracy(report: Report, family: str, device: str, small: bool) -> None:
+def accuracy(report: Report, family: str, device: str, small: bool, sets: str) -> None:
     if not report.has(35.0):
         report.add("accuracy", {"family": family, "skipped": "no time left"})
         return
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--device", device, "--family", family, *(["--small"] if small else [])]
+        flags = ["--device", device, "--family", family, "--weights", sets, *(["--small"] if small else [])]
         command = [sys.executable, __file__, "--reference", folder, *flags]
         subprocess.run(command, check=True, env={**os.environ, "STRETTO_TRITON": "0"})
-        for weights in ("plain", "outliers"):
+        for weights in sets.split(","):
             want = np.load(f"{folder}/{weights}.npy")
             model = build(family, device, small, outliers=weights == "outliers")
             accuracy_of(report, model, device, want, {"family": family, "weights": weights, "observations": OBSERVATIONS})
@@ -222,9 +222,9 @@ def accuracy_of(report: Report, model: pi0.Pi0Model, device: str, want: np.ndarr
         ran = choices_of(torch.device(device)).ran.get("expert_layers", set())
         return {**row, "expert_ran": sorted(ran)}
 
+    report.attempt("accuracy", {**head, "fp8": "vision+prefix+expert", "rows": "one by one"}, one_by_one, 8.0)
     for parts in ((), PARTS, ("vision", "prefix"), ("vision",), ("prefix",), ("expert",)):
         report.attempt("accuracy", {**head, "fp8": "+".join(parts) or "none"}, partial(compare, *parts), 3.0)
-    report.attempt("accuracy", {**head, "fp8": "vision+prefix+expert", "rows": "one by one"}, one_by_one, 8.0)
     # How closely the flow follows what the robot sees, and so errors in it: weights that hardly look prove little.
     others = {**inputs, "images": inputs["images"].roll(1, 0)}
     report.attempt("accuracy", {**head, "check": "images of another robot"}, partial(compare_others, others), 3.0)
@@ -297,19 +297,20 @@ def main() -> None:
     parser.add_argument("--family", default="pi05", choices=("pi05", "pi0"))
     parser.add_argument("--parts", default="routes,accuracy,choices,gemms,kernels")
     parser.add_argument("--table", type=Path, help="table of choices to write, or to go on with")
+    parser.add_argument("--weights", default="plain,outliers", help="sets of weights whose actions are compared")
     parser.add_argument("--batches", default="1,4,32")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds")
     parser.add_argument("--small", action="store_true", help="tiny dimensions, to try the script on a CPU")
     parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reference:
-        reference(args.reference, args.family, args.device, args.small)
+        reference(args.reference, args.family, args.device, args.small, args.weights)
         return
     report = Report(args.out, torch.device(args.device), args.budget)
     batches = tuple(int(n) for n in args.batches.split(","))
     parts = {
         "routes": lambda: routes(report, args.family, args.device, args.small, batches),
-        "accuracy": lambda: accuracy(report, args.family, args.device, args.small),
+        "accuracy": lambda: accuracy(report, args.family, args.device, args.small, args.weights),
         "choices": lambda: choices(report, args.device, args.small, args.table),
         "gemms": lambda: gemms(report, args.device, args.small),
         "kernels": lambda: kernels(report, args.device, args.small),
