@@ -19,7 +19,6 @@ inline void copy_tile_to_both(void* to, const Map& map, const Place& place, Barr
 inline void copy_part(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile(to, map, place, b); }
 inline void copy_part_to_both(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile_to_both(to, map, place, b); }
 inline void barrier_arrive_at(Remote barrier) { barrier_arrive(reinterpret_cast<Barrier*>(barrier)); }
-inline void barrier_wait_for_cluster(Barrier* b, uint32_t parity) { barrier_wait(b, parity); }
 
 inline float gated(float x, float y) {
     const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);

@@ -106,7 +106,7 @@ ON_DEVICE void bring(const Given& a, const Room<C>& room, const Order<C>& order,
             const int stage = count % C::STAGES, column = chunk * 64;
             device::Barrier* full = room.full(stage);
             // Both CTAs have read what was here.
-            device::barrier_wait_for_cluster(room.free(stage), uint32_t(count / C::STAGES & 1) ^ 1);
+            device::barrier_wait(room.free(stage), uint32_t(count / C::STAGES & 1) ^ 1);
             device::barrier_arrive_expecting(full, C::STAGE_BYTES);
             char *weights = room.weights(stage), *x = room.x(stage);
 #ifdef STRETTO_SOLO
