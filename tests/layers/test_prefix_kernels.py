@@ -166,6 +166,7 @@ def test_attention_to_few_keys_in_one_pass(tokens: int, size: int) -> None:
     agree(got, attention.reference(q, k, v))
     assert torch.equal(got, short.short_attention(q, k, v))
     assert torch.equal(got[1:2], short.short_attention(q[1:2], k[1:2], v[1:2]))
+    assert torch.equal(got, short.short_attention(q, k, v, 8))
     coded = short.short_attention(q, k, v, multiplier=multiplier)
     assert torch.equal(coded.float(), to_fp8(got, multiplier).float())
 

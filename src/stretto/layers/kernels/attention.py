@@ -24,7 +24,8 @@ from stretto.layers.kernels.split_attention import Keys, Tiling, fits, split_att
 from stretto.layers.tuning import Config, tuned
 
 RULE = {False: "sdpa", True: "split"}
-"""Without a mask SDPA has faster kernels; with one it has to read the mask for every head."""
+"""Without a mask SDPA has faster kernels; with one it has to read the mask for every head. Few keys without a mask are for
+`short_attention`, whatever the number of rows: it is the fastest at one robot, and bits are the same in every batch."""
 
 
 def attention_reference(
@@ -123,7 +124,9 @@ def run_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Run one choice over fresh keys; None is the rule."""
-    impl = RULE[mask_BN is not None] if choice is None else choice["impl"]
+    one_pass = mask_BN is None and short.takes(q_BTHd, k_BNKd, v_BNKd)
+    rule = "short" if one_pass else RULE[mask_BN is not None]
+    impl = rule if choice is None or choice["impl"] == "short" else choice["impl"]
     if impl == "sdpa":
         return attention_reference(q_BTHd, k_BNKd, v_BNKd, key_mask_BN=mask_BN, scale=scale)
     if impl == "cudnn":
@@ -131,10 +134,12 @@ def run_attention(
     if impl == "tma" and choice is not None:
         return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), mask_BN=mask_BN, scale=scale)
     if impl == "short":
-        if mask_BN is None and short.takes(q_BTHd, k_BNKd, v_BNKd):
-            return short.short_attention(q_BTHd, k_BNKd, v_BNKd, scale=scale)
-        return run_attention(None, q_BTHd, k_BNKd, v_BNKd, mask_BN, scale)
+        return short.short_attention(q_BTHd, k_BNKd, v_BNKd, warps_of_short(choice), scale=scale)
     return split_attention(q_BTHd, Keys(k_BNKd, v_BNKd, mask_BP=mask_BN), scale)
+
+
+def warps_of_short(choice: Config | None) -> int:
+    return 4 if choice is None else int(choice.get("warps", 4))
 
 
 def _cudnn(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, mask_BN: Tensor | None, scale: float | None) -> Tensor:

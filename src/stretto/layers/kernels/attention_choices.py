@@ -58,10 +58,10 @@ def _tilings(head_dim: int) -> list[Config]:
 
 def _candidates(key: Key) -> list[Config]:
     _, _, keys, heads, kv_heads, head_dim, masked = key
-    named = [RULE[bool(masked)], "cudnn"]
+    found: list[Config] = [{"impl": RULE[bool(masked)]}, {"impl": "cudnn"}]
     if heads == kv_heads and not masked and keys <= short.MOST_KEYS and short.WIDE < head_dim <= short.MOST_HEAD:
-        named.append("short")
-    return [*({"impl": name} for name in named), *_tilings(head_dim)]
+        found += [{"impl": "short", "warps": warps} for warps in (4, 8)]
+    return [*found, *_tilings(head_dim)]
 
 
 def _prefix_candidates(key: Key) -> list[Config]:

@@ -18,6 +18,7 @@ from stretto.layers.kernels.attention import (
     prefix_attention,
     prefix_attention_reference,
     prefix_rule,
+    warps_of_short,
 )
 from stretto.layers.kernels.fp8_activation import fp8_chip, to_fp8, to_fp8_reference
 
@@ -39,8 +40,8 @@ def attention_fp8_triton(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, multipl
     choice = chosen("attention", q_BTHd, k_BNKd, v_BNKd, None)
     if choice is not None and choice["impl"] == "tma" and _describable(q_BTHd):
         return tma.tma_attention(q_BTHd, k_BNKd, v_BNKd, tma.Tiling.of(choice), multiplier=multiplier)
-    if choice is not None and choice["impl"] == "short" and short.takes(q_BTHd, k_BNKd, v_BNKd):
-        return short.short_attention(q_BTHd, k_BNKd, v_BNKd, multiplier=multiplier)
+    if (choice is None or choice["impl"] == "short") and short.takes(q_BTHd, k_BNKd, v_BNKd):
+        return short.short_attention(q_BTHd, k_BNKd, v_BNKd, warps_of_short(choice), multiplier=multiplier)
     return _coded(attention(q_BTHd, k_BNKd, v_BNKd), multiplier)
 
 

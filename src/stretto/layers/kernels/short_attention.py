@@ -1,6 +1,7 @@
 """Attention of few keys for Hopper: a program has all scores of its queries at once, so its softmax is one pass.
 
-Two programs fit a multiprocessor; while one is at its softmax, the other has the tensor cores. A head is cut into a part of 64
+Programs of 64 queries fit a multiprocessor twice: while one is at its softmax, the other has the tensor cores. Programs of 128
+bring keys half as often. A head is cut into a part of 64
 channels and what is left of it, so that little is multiplied by zeros: 72 channels take as long as 80.
 
 Written in Gluon, as hopper_parts.py says why. Shape legend: B rows, T query tokens, N keys, H heads, d head size.
@@ -14,7 +15,6 @@ from torch import Tensor
 from stretto.layers.kernels import hopper_parts
 from stretto.layers.kernels.fp8_activation import E4M3
 from stretto.layers.kernels.hopper_parts import (
-    QUERIES,
     async_copy,
     fence_async_shared,
     gl,
@@ -41,11 +41,12 @@ def _brought(
     channels: gl.tensor,
     HEIGHT: gl.constexpr,
     WIDTH: gl.constexpr,
+    WARPS: gl.constexpr,
 ) -> gl.tensor:
     """Ask for a tile of 16-bit rows `step` apart, zeros where there are none, and return where it will be."""
     # Threads copy: rows of an odd number of 16 bytes are slow to come by descriptor.
     ACROSS: gl.constexpr = WIDTH // 8
-    threads: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    threads: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * WIDTH), element_bitwidth=16, rank=2)
     line = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, threads))
     column = channel + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, threads))
@@ -99,31 +100,32 @@ def _short_attention_kernel(
     heads: gl.tensor,
     eights: gl.tensor,
     scale: gl.tensor,
-    QUERIES: gl.constexpr,
+    WARPS: gl.constexpr,
     KEYS: gl.constexpr,
     WIDE: gl.constexpr,
     REST: gl.constexpr,
     EVEN: gl.constexpr,
     CODED: gl.constexpr,
 ) -> None:
+    QUERIES: gl.constexpr = 16 * WARPS
     row, head, b = gl.program_id(0) * QUERIES, gl.program_id(1), gl.program_id(2)
     dtype: gl.constexpr = q.dtype.element_ty
-    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
-    rest: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, REST, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, KEYS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, WIDE, 16])
+    rest: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, REST, 16])
 
     # Steps and channels come in eights, which the compiler is to know: a thread copies eight numbers.
     q += (b.to(gl.int64) * q_b + head * q_h) * 8
     k += (b.to(gl.int64) * k_b + head * k_h) * 8
     v += (b.to(gl.int64) * v_b + head * v_h) * 8
     channels = eights * 8
-    q_tile = _brought(q, q_t * 8, row, tokens, 0, channels, QUERIES, WIDE)
-    q_end = _brought(q, q_t * 8, row, tokens, WIDE, channels, QUERIES, REST)
-    k_tile = _brought(k, k_t * 8, 0, keys, 0, channels, KEYS, WIDE)
-    k_end = _brought(k, k_t * 8, 0, keys, WIDE, channels, KEYS, REST)
+    q_tile = _brought(q, q_t * 8, row, tokens, 0, channels, QUERIES, WIDE, WARPS)
+    q_end = _brought(q, q_t * 8, row, tokens, WIDE, channels, QUERIES, REST, WARPS)
+    k_tile = _brought(k, k_t * 8, 0, keys, 0, channels, KEYS, WIDE, WARPS)
+    k_end = _brought(k, k_t * 8, 0, keys, WIDE, channels, KEYS, REST, WARPS)
     async_copy.commit_group()
-    v_tile = _brought(v, v_t * 8, 0, keys, 0, channels, KEYS, WIDE)
-    v_end = _brought(v, v_t * 8, 0, keys, WIDE, channels, KEYS, REST)
+    v_tile = _brought(v, v_t * 8, 0, keys, 0, channels, KEYS, WIDE, WARPS)
+    v_end = _brought(v, v_t * 8, 0, keys, WIDE, channels, KEYS, REST, WARPS)
     async_copy.commit_group()
 
     async_copy.wait_group(1)
@@ -167,17 +169,26 @@ def takes(q_BTHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor) -> bool:
 
 
 def short_attention(
-    q_BTHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, *, scale: float | None = None, multiplier: Tensor | None = None
+    q_BTHd: Tensor,
+    k_BNHd: Tensor,
+    v_BNHd: Tensor,
+    warps: int = 4,
+    *,
+    scale: float | None = None,
+    multiplier: Tensor | None = None,
 ) -> Tensor:
-    """Attend every query to all keys of its row; [B, T, H, d], with a multiplier in e4m3 (as `to_fp8` writes it)."""
+    """Attend every query to all keys of its row; [B, T, H, d], with a multiplier in e4m3 (as `to_fp8` writes it).
+
+    A program has 16 queries a warp, of four or eight warps; which decides no bit.
+    """
     batch, tokens, heads, head_dim = q_BTHd.shape
     keys = k_BNHd.shape[1]
     block, rest = max(block_of(keys), 16), max(block_of(head_dim - WIDE), 16)
     out = torch.empty(q_BTHd.shape, dtype=q_BTHd.dtype if multiplier is None else E4M3, device=q_BTHd.device)
     steps = [n // 8 for x in (q_BTHd, k_BNHd, v_BNHd) for n in x.stride()[:3]]
-    _short_attention_kernel[(cdiv(tokens, QUERIES), heads, batch)](
+    _short_attention_kernel[(cdiv(tokens, 16 * warps), heads, batch)](
         q_BTHd, k_BNHd, v_BNHd, *steps, out, out if multiplier is None else multiplier, tokens, keys, heads, head_dim // 8,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        QUERIES=QUERIES, KEYS=block, WIDE=WIDE, REST=rest, EVEN=keys == block, CODED=multiplier is not None, num_warps=4,
+        WARPS=warps, KEYS=block, WIDE=WIDE, REST=rest, EVEN=keys == block, CODED=multiplier is not None, num_warps=warps,
     )  # fmt: skip
     return out
