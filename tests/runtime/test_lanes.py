@@ -20,6 +20,7 @@ from stretto.core.chunk import Chunk
 from stretto.core.errors import DeadlineError, PlanError, StreamClosedError, WorkerDiedError
 from stretto.core.plan import Device, Placement, Plan, overlapped, whole
 from stretto.models import pi0
+from stretto.runtime import launcher
 from stretto.runtime.engine import Engine
 from stretto.runtime.flow import Flow
 from stretto.runtime.lane import Lane, Touched
@@ -111,6 +112,73 @@ def test_two_chunks_really_run_at_the_same_time() -> None:
         assert float(first.result(20).outputs["x"][0]) == float(second.result(20).outputs["x"][0]) == model.expected([1.0], 0.0)
     finally:
         engine.close()
+
+
+def test_a_chunk_does_not_wait_for_the_lane_that_the_one_before_it_has_gone_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of a made-up device: a launch takes no time of the host, and each stage takes its lane as long as is said."""
+    device = MadeUpDevice({"encode": 4.0, "refine": 1.0})
+    monkeypatch.setattr(launcher, "Stamp", device.stamp)
+    monkeypatch.setattr(Lane, "turn", lambda lane, beside: device.turn(lane.number))
+    model = ToyModel(steps=4)
+    model.stages = {name: device.timed(stage) for name, stage in model.stages.items()}
+    engine = Engine(model, overlapped(model.route, "cpu:0"))
+    engine.warm()
+    device.free.clear()
+    try:
+        # Each is handed in when the one before it has been launched to its end.
+        for i in range(6):
+            assert submit(engine.open(), [1.0], i).result(20).outputs["x"][0] == model.expected([1.0], i)
+    finally:
+        engine.close()
+    # The first lane is never idle, and the second goes on beside it.
+    assert device.free == {0: 6 * 4.0, 1: 6 * 4.0 + 4.0}
+
+
+class MadeUpDevice:
+    """A clock for each lane, which is far behind the host."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.free = seconds, {}
+        self.here = threading.local()
+
+    def turn(self, lane: int) -> None:
+        self.here.lane = lane
+
+    def add(self, seconds: float, not_before: float = 0.0) -> float:
+        lane = getattr(self.here, "lane", 0)
+        self.free[lane] = max(self.free.get(lane, 0.0), not_before) + seconds
+        return self.free[lane]
+
+    def timed(self, stage: object) -> Timed:
+        return Timed(self, stage)
+
+    def stamp(self, device: torch.device, stream: object = None) -> Later:
+        return Later(self, device)
+
+
+class Timed:
+    def __init__(self, device: MadeUpDevice, inner: object) -> None:
+        self.device, self.inner, self.spec = device, inner, inner.spec  # type: ignore[attr-defined]
+
+    def run(self, rows: object) -> None:
+        self.device.add(self.device.seconds[self.spec.name])
+        self.inner.run(rows)  # type: ignore[attr-defined]
+
+
+class Later(Stamp):
+    """A point that the made-up device has not reached yet."""
+
+    __slots__ = ("at", "made_up")
+
+    def __init__(self, made_up: MadeUpDevice, device: torch.device) -> None:
+        super().__init__(device)
+        self.made_up, self.at = made_up, made_up.add(0.0)
+
+    def reached(self) -> bool:
+        return False
+
+    def hold(self) -> None:
+        self.made_up.add(0.0, self.at)
 
 
 def test_the_overlapped_plan_cuts_before_the_stage_that_is_visited_again() -> None:

@@ -28,11 +28,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class SlotPool:
-    """Hands out slot indices `first`, `first` + 1, ..., lowest first, so that a run is reproducible."""
+    """Hands out slot indices `first`, `first` + 1, ..., lowest first, so that a run is reproducible.
 
-    def __init__(self, slots: int, what: str, first: int = 1) -> None:
+    `in_turn`: the one that has been free for longest first. A slot is given back when its last work is launched: with several
+    lanes, whoever takes it at once waits on the device until another lane has done that work.
+    """
+
+    def __init__(self, slots: int, what: str, first: int = 1, *, in_turn: bool = False) -> None:
         self._free = list(range(first, slots + first))
-        self._what = what
+        self._what, self._in_turn = what, in_turn
         self.size = slots
 
     @property
@@ -47,10 +51,13 @@ class SlotPool:
         """
         if not self._free:
             raise CapacityError("slots", f"all {self.size} {self._what} are in use")
-        return heapq.heappop(self._free)
+        return self._free.pop(0) if self._in_turn else heapq.heappop(self._free)
 
     def give(self, slot: int) -> None:
-        heapq.heappush(self._free, slot)
+        if self._in_turn:
+            self._free.append(slot)
+        else:
+            heapq.heappush(self._free, slot)
 
 
 @dataclass(frozen=True)
@@ -143,16 +150,18 @@ class Arenas:
         slots: int,
         state_slots: Mapping[str, int] | None = None,
         unpadded: Collection[str] = (),
+        lanes: int = 1,
     ) -> None:
         """Allocate everything.
 
         Args:
             inputs: route inputs, packed; `values`: all other values that this device sees.
             state: state tensors by the pool whose slots index them, with `state_slots` of each pool.
+            lanes: queues of work that share the slots.
             unpadded: pools that padded rows never touch. They have no slot to spare: a ring can be of many GB.
         """
         self.device = device
-        self.slots = SlotPool(slots, "chunk slots")
+        self.slots = SlotPool(slots, "chunk slots", in_turn=lanes > 1)
         counts = state_slots or {}
         spare = {pool: int(pool not in unpadded) for pool in state}
         self.state_slots = {pool: SlotPool(counts.get(pool, 0), f"{pool} slots", spare[pool]) for pool in state}

@@ -77,8 +77,9 @@ class Engine:
         self._closed = False
         # What follows chunks of one batch, once these are through, can share a batch again, whoever is the first to ask.
         self._finisher = Finisher(self._passed, together=self.together if model.state else nullcontext)
+        most = max(plan.batch_cap(d.name) * plan.lanes(d.name) for d in plan.devices)
         self._devices = Devices(
-            model, plan, self.ways, self._finisher, slots=slots or 2 * max(plan.batch_cap(d.name) for d in plan.devices),
+            model, plan, self.ways, self._finisher, slots=slots or 2 * most,
             streams=streams, workers=workers, callers_launch=callers_launch,
             passed=self._heard, failed=self._failed, died=self._died,
         )  # fmt: skip

@@ -79,4 +79,6 @@ def arenas_for(
     values = {n: model.values[n] for n in sorted(values_on(ways, name)) if n not in inputs}
     counts = state_slots(model, plan, name, streams)
     state = state_on(model, plan, name)
-    return Arenas(inputs, values, state, device=device, slots=slots, state_slots=counts, unpadded=unpadded(model, state))
+    apart = unpadded(model, state)
+    lanes = plan.lanes(name)
+    return Arenas(inputs, values, state, device=device, slots=slots, state_slots=counts, unpadded=apart, lanes=lanes)
