@@ -32,6 +32,7 @@ from stretto.layers.kernels import attention, linear_geglu, linear_gelu, linear_
 from stretto.layers.tuning import choices, device_name, tunables
 from stretto.models.pi0 import SPECS, tiny
 from stretto.models.pi0_config import Pi0Config
+from stretto.models.pi0_fp8 import EXPERT_ROWS
 from stretto.runtime.profiler import Bench, stage_segments
 
 CODED = "float8_e4m3fn"
@@ -80,6 +81,8 @@ def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator
 def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     expert, rows = c.expert, batch * c.suffix_tokens
     packed = expert.heads * expert.head_dim
+    if rows >= EXPERT_ROWS:
+        yield "fp8_linear_geglu", (rows, expert.width, expert.mlp), CODED
     yield "folded_geglu", (rows, expert.width, expert.mlp), dtype
     yield "linear_add_folded_norm", (rows, expert.mlp, expert.width), dtype
     yield "folded_rope_write", (rows, expert.width, expert.heads, expert.kv_heads, expert.head_dim), dtype
