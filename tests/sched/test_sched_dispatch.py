@@ -158,6 +158,17 @@ def test_two_in_a_hurry_go_ahead_together_where_the_second_would_make_the_first_
     assert (decision.run, decision.refuse) == ((3,), ())
 
 
+def test_newcomers_of_whom_one_would_be_lost_among_all_go_ahead_together() -> None:
+    patient, hurried = [robot(i, 1, 0.5) for i in range(2)], [robot(i, 0, 0.039) for i in (2, 3)]
+    # Of the 37 ms that the answer leaves, both take 4 + 24 + 10 with the patient ones, one takes 2 + 18 + 10, both alone 26.
+    limits = Limits(4, costs=STAGES, margin=0.0, answer_s=0.002)
+    decision = deadline_limited(0.0, [*patient, *hurried], limits)
+    assert (set(decision.run), decision.refuse) == ({2, 3}, ())
+    # Where all have the same time nobody goes ahead.
+    alike = [t._replace(deadline_s=0.039) for t in patient]
+    assert not {2, 3} <= set(deadline_limited(0.0, [*alike, *hurried], limits).run)
+
+
 def test_started_robots_come_along_with_a_hurried_one_where_that_costs_it_nothing() -> None:
     patient, hurried = robot(0, 1, 0.5), robot(1, 3, 0.0095)
     sharing = patient._replace(kind=2, ahead=ROUTE[3:])

@@ -61,6 +61,8 @@ class _Table:
             return self._ahead(hurried)
         safe = [t for t in self.begun if self._spare_s(t, ends) >= 0.0]
         chosen = self._start(safe) if self.fresh else []
+        if saved := self._saved(safe):
+            return self._ahead(saved)
         ready = [*self.begun, *chosen]
         if not ready:
             return self._unhurried()
@@ -117,6 +119,23 @@ class _Table:
             # One by one: the less stands before the rest, the more of them can wait.
             soonest = min(hasty, key=urgency)
             first, rest = [*first, soonest], [t for t in rest if t is not soonest]
+        return []
+
+    def _saved(self, safe: Sequence[Waiting]) -> list[Waiting]:
+        """Return newcomers who are lost where all go together, with whoever is as urgent, if ahead of all they are on time."""
+        lost = {r.key for r in self.refuse if r.reason == "deadline"}
+        losing = [t for t in self.fresh if t.key in lost]
+        if not losing or not safe or not _differ([*self.begun, *self.fresh]):
+            return []
+        last = max(urgency(t) for t in losing)
+        wanted = sorted((t for t in self.fresh if urgency(t) <= last), key=urgency)
+        for n in range(min(len(wanted), self.limits.batch_cap), 0, -1):
+            kept = {t.key for t in wanted[:n]}
+            if not lost & kept:
+                return []
+            if first := self._with_those_who_cannot_wait(wanted[:n], list(self.begun)):
+                self.refuse = [r for r in self.refuse if r.key not in kept]
+                return first
         return []
 
     def _ahead(self, hurried: Sequence[Waiting]) -> Decision:
