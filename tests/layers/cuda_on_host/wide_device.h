@@ -16,8 +16,6 @@ inline void copy_tile_to_both(void* to, const Map& map, const Place& place, Barr
     for (int rank = 0; rank < 2; ++rank)
         copy_tile(at_rank(to, rank), map, place, reinterpret_cast<Barrier*>(at_rank(b, rank)));
 }
-inline void copy_part(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile(to, map, place, b); }
-inline void copy_part_to_both(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile_to_both(to, map, place, b); }
 inline void barrier_arrive_at(Remote barrier) { barrier_arrive(reinterpret_cast<Barrier*>(barrier)); }
 
 inline float gated(float x, float y) {

@@ -35,11 +35,6 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) pr
     run<C>(a, shared);
 }
 
-#ifdef STRETTO_MAP3
-constexpr int RANK = 3;
-#else
-constexpr int RANK = 5;
-#endif
 using MakeMap = decltype(&cuTensorMapEncodeTiled);
 MakeMap maker() {
     static const MakeMap found = [] {
@@ -53,7 +48,7 @@ device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t 
     static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
     const uint32_t each[5] = {1, 1, 1, 1, 1};
     device::Map map{};
-    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(from), sizes, steps,
+    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
                                tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (e != CUDA_SUCCESS) throw e;
@@ -94,7 +89,7 @@ const char* start(const Call& c, void* stream) {
     // A coded row is seen as one of half as many numbers in bf16: copies only care for bytes.
     const uint64_t columns = uint64_t(c.row_bytes) / 2, step = uint64_t(c.row_bytes), rows = uint64_t(c.rows), features = uint64_t(c.features);
     Given a{};
-    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, CLUSTER == 1 ? 2u : 1u, 1, 1});
+    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, 1, 1, 1});
     a.x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
     a.half_x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
     a.out = c.out, a.x_scale = c.x_scale, a.weight_scale = c.weight_scale, a.multiplier = c.multiplier;

@@ -13,11 +13,7 @@ namespace gated {
 
 constexpr int FEATURES = 128, GROUP = 128, GROUPS = 2, THREADS = (GROUPS + 1) * GROUP;
 constexpr int WEIGHT_BYTES = 2 * FEATURES * 128, STRIP = 8;
-#ifdef STRETTO_SOLO
-constexpr int CLUSTER = 1;
-#else
 constexpr int CLUSTER = 2;
-#endif
 
 template <int TOKENS_, int STAGES_, bool CODED_, bool FOLDED_ = false>
 struct Cut {
@@ -54,18 +50,6 @@ template <class C>
 struct Order {
     int pairs, odd, feature_pairs, strips, all;
 
-#ifdef STRETTO_SOLO
-    // Without partners: tiles go down strips of tokens, feature by feature.
-    ON_DEVICE explicit Order(const Given& a) {
-        pairs = (a.rows + C::TOKENS - 1) / C::TOKENS, odd = 0, feature_pairs = a.features / FEATURES;
-        strips = (pairs + 2 * STRIP - 1) / (2 * STRIP), all = pairs * feature_pairs;
-    }
-    ON_DEVICE Tile at(int i, int) const {
-        const int strip = min(i / (2 * STRIP * feature_pairs), strips - 1), height = min(pairs - strip * 2 * STRIP, 2 * STRIP);
-        const int within = i - strip * 2 * STRIP * feature_pairs;
-        return {within / height * FEATURES, (strip * 2 * STRIP + within % height) * C::TOKENS, true};
-    }
-#else
     ON_DEVICE explicit Order(const Given& a) {
         const int tiles = (a.rows + C::TOKENS - 1) / C::TOKENS;
         pairs = tiles / 2, odd = tiles % 2, feature_pairs = a.features / FEATURES / 2;
@@ -80,7 +64,6 @@ struct Order {
         if (j < 2 * height) return {(features + j / height) * FEATURES, (2 * (strip * STRIP + j % height) + rank) * C::TOKENS, true};
         return {(features + rank) * FEATURES, 2 * pairs * C::TOKENS, false};
     }
-#endif
 };
 
 template <class C>
@@ -109,19 +92,14 @@ ON_DEVICE void bring(const Given& a, const Room<C>& room, const Order<C>& order,
             device::barrier_wait(room.free(stage), uint32_t(count / C::STAGES & 1) ^ 1);
             device::barrier_arrive_expecting(full, C::STAGE_BYTES);
             char *weights = room.weights(stage), *x = room.x(stage);
-#ifdef STRETTO_SOLO
-            device::copy_part(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
-            device::copy_part(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
-            continue;
-#endif
             if (tile.shares_features) {
-                device::copy_part_to_both(weights + rank * (WEIGHT_BYTES / 2), a.weight, {{column, tile.feature, rank, 0, 0}}, full);
-                device::copy_part(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
+                device::copy_tile_to_both(weights + rank * (WEIGHT_BYTES / 2), a.weight, {{column, tile.feature, rank, 0, 0}}, full);
+                device::copy_tile(x, a.x, {{column, tile.token, 0, 0, 0}}, full);
             } else {
                 const int mine = rank * (C::TOKENS / 2);
-                device::copy_part(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
-                device::copy_part(weights + WEIGHT_BYTES / 2, a.weight, {{column, tile.feature, 1, 0, 0}}, full);
-                device::copy_part_to_both(x + mine * 128, a.half_x, {{column, tile.token + mine, 0, 0, 0}}, full);
+                device::copy_tile(weights, a.weight, {{column, tile.feature, 0, 0, 0}}, full);
+                device::copy_tile(weights + WEIGHT_BYTES / 2, a.weight, {{column, tile.feature, 1, 0, 0}}, full);
+                device::copy_tile_to_both(x + mine * 128, a.half_x, {{column, tile.token + mine, 0, 0, 0}}, full);
             }
         }
     }
@@ -245,10 +223,6 @@ ON_DEVICE void consume(const Given& a, const Room<C>& room, const Order<C>& orde
         }
         device::await_products<0>();
         release(room, index, (count - 1) % C::STAGES);
-#ifdef STRETTO_BARE
-        // Only to see what the rest takes: one number is kept, so that the products are.
-        if (gate[0] + up[C::TOKENS / 2 - 1] == 12345.0f)
-#endif
         store(a, room, tile, group, index, gate, up);
     }
 }

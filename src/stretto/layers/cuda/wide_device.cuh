@@ -20,19 +20,6 @@ ON_DEVICE void copy_tile_to_both(void* to, const Map& map, const Place& place, B
                  ::"r"(shared_at(to)), "l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(place.at[3]), "r"(place.at[4]),
                  "r"(shared_at(b)), "h"(uint16_t(3)) : "memory");
 }
-#ifdef STRETTO_MAP3
-ON_DEVICE void copy_part(void* to, const Map& map, const Place& place, Barrier* b) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4}], [%5];"
-                 ::"r"(shared_at(to)), "l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(shared_at(b)) : "memory");
-}
-ON_DEVICE void copy_part_to_both(void* to, const Map& map, const Place& place, Barrier* b) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2,%3,%4}], [%5], %6;"
-                 ::"r"(shared_at(to)), "l"(&map), "r"(place.at[0]), "r"(place.at[1]), "r"(place.at[2]), "r"(shared_at(b)), "h"(uint16_t(3)) : "memory");
-}
-#else
-ON_DEVICE void copy_part(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile(to, map, place, b); }
-ON_DEVICE void copy_part_to_both(void* to, const Map& map, const Place& place, Barrier* b) { copy_tile_to_both(to, map, place, b); }
-#endif
 // Arrive at a barrier of a CTA of the cluster. What was read before by products is no matter of this thread's memory, so nothing
 // is released to the cluster: that would be a fence of the whole device, some 900 cycles.
 ON_DEVICE void barrier_arrive_at(Remote barrier) {
