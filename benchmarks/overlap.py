@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.2, help="of one closed loop; an open loop lasts half of it")
     parser.add_argument("--p99-ms", type=float, default=18.0)
     parser.add_argument("--closer", type=int, default=2, help="rates between the last that held and the first that did not")
-    parser.add_argument("--plans", nargs="+", help="only these")
+    parser.add_argument("--plans", nargs="+", help="only these, in this order")
     parser.add_argument("--rates", default="50,60,70,80,90,100,110,120", type=lambda text: [float(r) for r in text.split(",")])
     return parser.parse_args()
 
@@ -265,10 +265,10 @@ def compare(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a row for each plan."""
     want = alone(model, args.device, mode, feed, args.prompt)
+    known = plans(model.route, args.device, mode, args.cap)
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
-        name: lambda plan=plan, name=name: tried(model, plan, feed, want, args, chain=name.endswith(CHAIN))
-        for name, plan in plans(model.route, args.device, mode, args.cap).items()
-        if not args.plans or name in args.plans
+        name: lambda plan=known[name], name=name: tried(model, plan, feed, want, args, chain=name.endswith(CHAIN))
+        for name in args.plans or known
     }
     if not args.plans:
         tasks["what a lane costs the other"] = lambda: slowed(model, args.device, mode, args.prompt)
