@@ -43,7 +43,7 @@ from stretto.runtime.profiler import stage_segments
 
 STOCK_ROWS = ((1, 200), (32, 200))
 PARTS = ("rows", "wall", "overlap", "profiles", "stock", "experts")
-OVERLAP_PLANS = ("two lanes, on 80 and 52 multiprocessors", "one lane, whole route")
+OVERLAP_PLANS = ("two lanes, on 88 and 44 multiprocessors, a launch each", "one lane, whole route")
 
 
 @dataclass(frozen=True, slots=True)
