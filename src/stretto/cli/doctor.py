@@ -63,7 +63,7 @@ def _torch() -> list[Check]:
         advice = "a torch without CUDA? pip install one of https://download.pytorch.org/whl" if DRIVER.exists() else ""
         checks.append(Check("cuda", False, "no device", advice))
     device = "cuda:0" if len(checks) > 1 and checks[1].ok else "cpu"
-    return [*checks, _fused_ops(device), _expert_kernel(device), *_kernel_tables(device)]
+    return [*checks, _fused_ops(device), _expert_kernel(device), _gated_kernel(device), *_kernel_tables(device)]
 
 
 def _fused_ops(device: str) -> Check:
@@ -96,6 +96,19 @@ def _expert_kernel(device: str) -> Check:
         return Check("expert kernel", True, f"CUDA C++, {where}: {said}")
     advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
     return Check("expert kernel", False, f"none: {said}; layers run as separate ops", advice)
+
+
+def _gated_kernel(device: str) -> Check:
+    """Say whether gated products of many rows may run in CUDA C++; compiles them if that is still to do."""
+    from stretto.layers.cuda.gated import gated_product
+
+    if device == "cpu":
+        return Check("gated kernel", False, "none on cpu; torch multiplies")
+    product, said = gated_product(0)
+    if product is not None:
+        return Check("gated kernel", True, f"CUDA C++, at shapes that a kernel table names: {said}")
+    advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
+    return Check("gated kernel", False, f"none: {said}; Triton's runs", advice)
 
 
 def _kernel_tables(device: str) -> list[Check]:

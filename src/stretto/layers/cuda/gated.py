@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from stretto.layers.cuda.build import Built, built
 from stretto.layers.part import part
 
+log = logging.getLogger(__name__)
 E4M3 = torch.float8_e4m3fn
 TOKENS = (112, 128)
 """Rows of a tile."""
@@ -109,7 +111,9 @@ def product_for(x: Tensor, weight_2FK: Tensor) -> GatedProduct | None:
 def gated_product(device_index: int) -> tuple[GatedProduct | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
     found: Built = built("gated", device_index)
-    if found.library is None:
-        return None, found.reason
-    product = GatedProduct(found.library, device_index)
-    return (product, found.reason) if product.refusal is None else (None, product.refusal)
+    product = None if found.library is None else GatedProduct(found.library, device_index)
+    if product is not None and product.refusal is None:
+        return product, found.reason
+    why = found.reason if product is None or product.refusal is None else product.refusal
+    log.warning("gated products in CUDA C++ are not to be had (%s); those in Triton run", why)
+    return None, why
