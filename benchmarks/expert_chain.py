@@ -224,6 +224,8 @@ def run_coded(report: Report, case: Case, variants: dict[str, Future[Path]]) -> 
 def coded_variant(case: CodedCase, plain: Case, text: str, path: Future[Path]) -> dict[str, Any]:
     case.chain = ExpertChain(ctypes.CDLL(str(path.result())), 0)
     row = check_coded_whole(case, plain.run()) | time_whole(case)
+    before, plain.chain = plain.chain, case.chain
+    row["plain_step_us"], plain.chain = time_whole(plain)["step_us"], before
     return row | stamped(case) if "STRETTO_STAMPS" in text else row
 
 

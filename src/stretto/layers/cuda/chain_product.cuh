@@ -137,8 +137,9 @@ ON_DEVICE void ask_for_weights(const Room<S>& room, const Factors& f, int chunk)
 template <class S>
 ON_DEVICE void ask_for_tokens(const Room<S>& room, const Factors& f, int chunk) {
     const int place = chunk % S::PLACES;
+    const char* from = f.x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES;
     device::barrier_arrive_expecting(room.x_there(place), CHUNK_BYTES);
-    device::copy_row(room.x(place), f.x + int64_t(device::rank_in_cluster() * S::CHUNKS + chunk) * CHUNK_BYTES, CHUNK_BYTES, room.x_there(place));
+    device::copy_row(room.x(place), from, CHUNK_BYTES, room.x_there(place));
 }
 
 // Ask for this CTA's weights; then wait for the launch before, and ask for its cut of the tokens.
@@ -209,23 +210,30 @@ ON_DEVICE void given_there() {
     device::sync_all();
 }
 
-ON_DEVICE float squares_of(const Who& who, const Common& all, const Squares& squares) {
-    float sum = 0.0f;
-    if (who.thread < all.tokens) {
-        const float* at = squares.at + who.thread * squares.parts;
+// Sums of squares of the tokens' rows: two lanes have a row, of which each reads half. Read before products, summed up behind.
+struct Rows {
+    float4 part[2] = {};
+
+    ON_DEVICE Rows(const Who& who, const Common& all, const Squares& squares) {
+        const int row = who.thread / 2, half = who.thread % 2;
+        if (row >= all.tokens) return;
+        const float* at = squares.at + row * squares.parts;
         if (squares.parts == TILES) {
-            float4 part[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) part[i] = reinterpret_cast<const float4*>(at)[i];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum += (part[i].x + part[i].y) + (part[i].z + part[i].w);
+            for (int i = 0; i < 2; ++i) part[i] = reinterpret_cast<const float4*>(at)[half * 2 + i];
         } else {
 #pragma unroll 1
-            for (int i = 0; i < squares.parts; ++i) sum += at[i];
+            for (int i = half; i < squares.parts; i += 2) part[0].x += at[i];
         }
     }
-    return sum;
-}
+    ON_DEVICE float sum() const {
+        const float own = ((part[0].x + part[0].y) + (part[0].z + part[0].w)) + ((part[1].x + part[1].y) + (part[1].z + part[1].w));
+        return own + device::from_lane_xor(own, 1);
+    }
+    ON_DEVICE void keep(const Who& who, float* factors, float factor) const {
+        if (who.thread % 2 == 0 && who.thread < 2 * ROWS) factors[who.thread / 2] = factor;
+    }
+};
 
 template <class S>
 ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& room, const Factors& f) {
@@ -239,8 +247,8 @@ ON_DEVICE void await_others(const Who& who, const Common& all, const Room<S>& ro
         return;
     }
     if (S::Element::CODED) {
-        const float squares = squares_of(who, all, all.before);
-        if (who.thread < ROWS) room.factors()[who.thread] = device::inverse_root(squares / WIDTH + all.eps);
+        const Rows rows(who, all, all.before);
+        rows.keep(who, room.factors(), device::inverse_root(rows.sum() / WIDTH + all.eps));
         device::sync_all();
     }
     for (int chunk = 0; chunk < S::PLACES; ++chunk) fetch_given(who, all, room, f, chunk);
@@ -330,15 +338,15 @@ struct Tiles {
 // in shared memory after the next barrier.
 template <class E>
 struct Factor {
-    float squares, before, by;
+    Rows rows, before;
+    float by = 1.0f;
 
-    ON_DEVICE Factor(const Who& who, const Common& all) {
-        squares = squares_of(who, all, all.squares);
-        if (E::CODED) before = squares_of(who, all, all.before), by = *all.by;
+    ON_DEVICE Factor(const Who& who, const Common& all) : rows(who, all, all.squares), before(E::CODED ? Rows(who, all, all.before) : rows) {
+        if (E::CODED) by = *all.by;
     }
     ON_DEVICE void keep(const Who& who, const Common& all, float* factors) const {
-        const float mean = squares / WIDTH + all.eps;
-        if (who.thread < ROWS) factors[who.thread] = E::CODED ? device::inverse_root(mean / (before / WIDTH + all.eps)) * by : device::inverse_root(mean);
+        const float mean = rows.sum() / WIDTH + all.eps;
+        rows.keep(who, factors, E::CODED ? device::inverse_root(mean / (before.sum() / WIDTH + all.eps)) * by : device::inverse_root(mean));
     }
 };
 
@@ -497,16 +505,29 @@ ON_DEVICE float4 residual_of(const Add& a, int token, int column, const float4* 
     return before;
 }
 
-// 1 / rms of a token's row one norm ago, by the lanes that have the token.
-ON_DEVICE float root_before(const Who& who, const Common& all, int token) {
-    float sum = 0.0f;
-    if (token < all.tokens)
-#pragma unroll 2
-        for (int i = who.g; i < all.before.parts; i += 8) sum += all.before.at[token * all.before.parts + i];
+// 1 / rms of a thread's two tokens' rows one norm ago: lanes that have the same tokens read a part each.
+struct Before {
+    float part[2][2] = {};
+
+    ON_DEVICE Before(const Who& who, const Common& all, int token, bool wanted) {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) sum += device::from_lane_xor(sum, step);
-    return device::inverse_root(sum / WIDTH + all.eps);
-}
+        for (int j = 0; j < 2; ++j) {
+            if (!wanted || token + j >= all.tokens) continue;
+            const float* at = all.before.at + (token + j) * all.before.parts;
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (who.g + k * 8 < all.before.parts) part[j][k] = at[who.g + k * 8];
+#pragma unroll 1
+            for (int i = who.g + 16; i < all.before.parts; i += 8) part[j][0] += at[i];
+        }
+    }
+    ON_DEVICE float root(const Common& all, int j) const {
+        float sum = part[j][0] + part[j][1];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += device::from_lane_xor(sum, step);
+        return device::inverse_root(sum / WIDTH + all.eps);
+    }
+};
 
 // A cluster has 64 columns of the stream; each of its CTAs but the last ends with one token tile.
 template <class S>
@@ -524,15 +545,16 @@ ON_DEVICE void add(const Add& a, char* shared) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) lines.gate[i] *= *a.all.by;
     await_others(who, a.all, room, f);
-    float over[2] = {1.0f, 1.0f};
-    if (E::CODED && owns && !last)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) over[j] = root_before(who, a.all, token + j);
+    const Before of_before(who, a.all, token, E::CODED && owns && !last);
     float4* kept = reinterpret_cast<float4*>(a.residual) + (tile * TOKEN_TILES + n) * GROUP + who.index;
     float4 before = {0.0f, 0.0f, 0.0f, 0.0f};
     if (owns) before = residual_of(a, token, column, kept);
     float c[28];
     multiply(who, a.all, room, f, c);
+    float over[2] = {1.0f, 1.0f};
+    if (E::CODED)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) over[j] = of_before.root(a.all, j);
     device::cluster_wait();
     Tiles<S> tiles(who, room, c, tokens);
     if (!owns) return;
