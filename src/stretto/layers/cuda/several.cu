@@ -1,0 +1,365 @@
+// The launches of the expert's layers for two robots and more, behind the same C functions as those for one (chain.cu).
+#ifndef STRETTO_ON_HOST
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include "device.cuh"
+#endif
+#include "several_attention.cuh"
+#include "several_product.cuh"
+
+#include <cstring>
+
+namespace {
+
+using namespace chain;
+
+// Memory between launches, in bytes for a robot; every part begins at a multiple of 1024, times the number of robots.
+constexpr int64_t X_AT = 0, MIDDLE_AT = X_AT + WIDTH / 64 * CHUNK_BYTES, ATTENDED_AT = MIDDLE_AT + WIDTH / 64 * CHUNK_BYTES;
+constexpr int64_t HIDDEN_AT = ATTENDED_AT + INNER / 64 * CHUNK_BYTES, Q_MEMORY_AT = HIDDEN_AT + MLP / 64 * CHUNK_BYTES;
+constexpr int64_t K_MEMORY_AT = Q_MEMORY_AT + QUERY_BYTES, V_MEMORY_AT = K_MEMORY_AT + ROWS * HEAD * 2;
+constexpr int64_t RESIDUAL_AT = V_MEMORY_AT + ROWS * HEAD * 2, SQUARES_AT = RESIDUAL_AT + ROWS * WIDTH * 4;
+constexpr int64_t MIDDLE_SQUARES_AT = SQUARES_AT + KEPT_SQUARES * TILES * 4, MEMORY_BYTES = MIDDLE_SQUARES_AT + KEPT_SQUARES * TILES * 4;
+static_assert(ROWS <= KEPT_SQUARES && QUERY_BYTES == TOKEN_TILES * HEAD_CHUNKS * QUERY_CHUNK);
+constexpr int KINDS = 5;
+
+// How a launch lies on the device, for one group of robots, or for attention of one robot's block of tokens.
+struct Form {
+    int ctas, cluster, threads, bytes;
+};
+// Of `tiles` tiles of a warp group each.
+template <class S>
+constexpr Form form_of(int tiles) { return {tiles / S::BLOCKS * S::CUTS, S::CUTS, S::THREADS, S::BYTES}; }
+template <class All>
+constexpr Form FORMS[KINDS] = {
+    form_of<typename All::Qkv>(QKV / 64),
+    {CutOf<All>::HALVES * CutOf<All>::RANKS, CutOf<All>::RANKS, CutOf<All>::THREADS, CutOf<All>::BYTES},
+    form_of<typename All::Out>(TILES),
+    form_of<typename All::GateUp>(MLP / 32),
+    form_of<typename All::Down>(TILES),
+};
+
+struct Layer {
+    const void *qkv, *out, *gate_up, *down;
+};
+
+// Of a layer in e4m3: what its products are multiplied by, and between them what is written for the next.
+enum Scale { BY_QKV, TO_OUT, BY_OUT, BY_GATE_UP, TO_DOWN, BY_DOWN, SCALES };
+
+struct Call {
+    int64_t depth, launches, batch, robots, tokens, prefix, square_parts;
+    const bf16 *k, *v;
+    int64_t slots, slot_step, layer_step, token_step;
+    const int64_t* slot;
+    const uint8_t* mask;
+    int64_t mask_step;
+    const int32_t *length, *start;
+    const float* table;
+    int64_t line_step, norm_step;
+    const int64_t* line;
+    const float *residual, *squares;
+    const bf16* scaled;
+    float *residual_out, *scaled_out, *squares_out;
+    char* memory;
+    long long* stamps;
+    int64_t ahead;
+    // In e4m3, or null: scales by layer, and shifts' shares of both products behind norms by line and layer.
+    const float *scales, *qkv_shift, *gate_up_shift;
+    int64_t qkv_shift_step, gate_up_shift_step;
+    Layer layers[MAX_LAYERS];
+};
+
+// What launch `kind` of so many CTAs asks for: bit `kind` of `wanted` says whether it does.
+Ahead ahead_of(const void* from, int64_t bytes, int ctas, bool wanted) {
+    return {static_cast<const char*>(from), wanted ? int(bytes) : 0, int(bytes / (ctas * 32) + 16) / 16 * 16};
+}
+
+}  // namespace
+
+#ifndef STRETTO_ON_HOST
+#define LAUNCHED(name, bounds, Given, body) \
+    KERNEL __launch_bounds__(bounds) name(const __grid_constant__ Given a) { \
+        extern __shared__ __align__(1024) char shared[]; \
+        body; \
+    }
+template <int R>
+using PlainOf = Shapes<R, Plain>;
+template <int R>
+using CodedOf = Shapes<R, Coded>;
+#define LAUNCHED_OF(R, suffix, All) \
+    LAUNCHED(stretto_chain_qkv_##R##suffix, All<R>::Qkv::THREADS, Qkv, qkv<All<R>::Qkv>(a, shared)) \
+    LAUNCHED(stretto_chain_attention_##R##suffix, CutOf<All<R>>::THREADS, Attention, attend<CutOf<All<R>>>(a, shared)) \
+    LAUNCHED(stretto_chain_out_##R##suffix, All<R>::Out::THREADS, Add, add<All<R>::Out>(a, shared)) \
+    LAUNCHED(stretto_chain_gate_up_##R##suffix, All<R>::GateUp::THREADS, GateUp, gate_up<All<R>::GateUp>(a, shared)) \
+    LAUNCHED(stretto_chain_down_##R##suffix, All<R>::Down::THREADS, Add, add<All<R>::Down>(a, shared))
+LAUNCHED_OF(2, , PlainOf)
+LAUNCHED_OF(2, _coded, CodedOf)
+LAUNCHED_OF(3, _coded, CodedOf)
+LAUNCHED_OF(4, _coded, CodedOf)
+namespace {
+
+// A map of [.., n1, n0]: sizes and tile from the innermost axis on, steps in bytes from the second on.
+using MakeMap = decltype(&cuTensorMapEncodeTiled);
+MakeMap maker() {
+    static const MakeMap found = [] {
+        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
+    }();
+    return found;
+}
+
+template <class E>
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
+    const uint32_t each[5] = {1, 1, 1, 1, 1};
+    device::Map map{};
+    const CUtensorMapDataType type = E::CODED ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), type, 5, const_cast<void*>(from), sizes, steps,
+                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (e != CUDA_SUCCESS) throw e;
+    return map;
+}
+
+// All launches want one split of the cache: a multiprocessor is empty before it takes another.
+cudaError_t prepare(const void* kernel, int bytes) {
+    const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return e == cudaSuccess ? cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) : e;
+}
+
+// Not set anew where it is so: a thread may be at work in a part of its device.
+cudaError_t set_device(int device) {
+    int now = -1;
+    const cudaError_t e = cudaGetDevice(&now);
+    return e != cudaSuccess || now == device ? e : cudaSetDevice(device);
+}
+
+struct Queue {
+    cudaStream_t stream;
+    cudaError_t error = cudaSuccess;
+
+    template <class Given>
+    void launch(void (*kernel)(Given), const Form& form, int times, const Given& given) {
+        if (error != cudaSuccess) return;
+        cudaLaunchAttribute with[2];
+        with[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+#ifdef STRETTO_APART
+        with[0].val.programmaticStreamSerializationAllowed = 0;
+#else
+        with[0].val.programmaticStreamSerializationAllowed = 1;
+#endif
+        with[1].id = cudaLaunchAttributeClusterDimension;
+        with[1].val.clusterDim.x = unsigned(form.cluster), with[1].val.clusterDim.y = 1, with[1].val.clusterDim.z = 1;
+        cudaLaunchConfig_t how{};
+        how.gridDim = dim3(unsigned(form.ctas * times)), how.blockDim = dim3(unsigned(form.threads)), how.dynamicSmemBytes = size_t(form.bytes);
+        how.stream = stream, how.attrs = with, how.numAttrs = 2;
+        error = cudaLaunchKernelEx(&how, kernel, given);
+    }
+};
+
+template <class All>
+struct Kernels;
+#define KERNELS_OF(R, suffix, All) \
+    template <> \
+    struct Kernels<All<R>> { \
+        static constexpr auto qkv = stretto_chain_qkv_##R##suffix; \
+        static constexpr auto attention = stretto_chain_attention_##R##suffix; \
+        static constexpr auto out = stretto_chain_out_##R##suffix, down = stretto_chain_down_##R##suffix; \
+        static constexpr auto gate_up = stretto_chain_gate_up_##R##suffix; \
+    };
+KERNELS_OF(2, , PlainOf)
+KERNELS_OF(2, _coded, CodedOf)
+KERNELS_OF(3, _coded, CodedOf)
+KERNELS_OF(4, _coded, CodedOf)
+#else
+template <class E>
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    return device::map_of(from, sizeof(typename E::Number), sizes, steps, tile);
+}
+
+struct Queue {
+    const char* error = nullptr;
+
+    template <class Given>
+    void launch(void (*kernel)(const Given&, char*), const Form& form, int times, const Given& given) {
+        if (error == nullptr)
+            error = host::launch(form.ctas * times, form.threads, form.bytes, [&given, kernel](char* shared) { kernel(given, shared); }, form.cluster);
+    }
+};
+
+template <class All>
+struct Kernels {
+    static constexpr auto qkv = chain::qkv<typename All::Qkv>;
+    static constexpr auto attention = attend<CutOf<All>>;
+    static constexpr auto out = add<typename All::Out>, down = add<typename All::Down>;
+    static constexpr auto gate_up = chain::gate_up<typename All::GateUp>;
+};
+namespace {
+#endif
+
+template <class All, class Q>
+void run(Q& queue, const Call& c, const float* reals) {
+    using E = typename All::Element;
+    constexpr int R = All::ROBOTS;
+    constexpr uint64_t EACH = sizeof(typename E::Number), ROW = WIDTH * EACH;
+    constexpr uint32_t COLUMNS = E::COLUMNS;
+    const auto& forms = FORMS<All>;
+    const Robots robots{int(c.batch), R};
+    const int groups = (robots.batch + R - 1) / R, blocks = (int(c.tokens) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    const auto part = [&](int64_t at) { return c.memory + at * groups * R; };
+    int launch = 0;
+    const auto common = [&](Squares squares, Squares before, Ahead ahead) {
+        long long* stamps = c.stamps == nullptr ? nullptr : c.stamps + int64_t(launch) * MOST_CTAS * EVENTS;
+        return Common{robots, int(c.tokens), reals[1], squares, before, nullptr, nullptr, ahead, stamps};
+    };
+    const auto ahead = [&](const void* from, int64_t numbers, int kind) {
+        return ahead_of(from, numbers * int64_t(EACH), forms[kind].ctas * (kind == 1 ? blocks * robots.batch : groups), c.ahead >> kind & 1);
+    };
+    float *squares = reinterpret_cast<float*>(part(SQUARES_AT)), *middle_squares = reinterpret_cast<float*>(part(MIDDLE_SQUARES_AT));
+    bf16 *k_fresh = reinterpret_cast<bf16*>(part(K_MEMORY_AT)), *v_fresh = reinterpret_cast<bf16*>(part(V_MEMORY_AT));
+    for (int64_t i = 0; i < c.depth; ++i) {
+        const Layer &w = c.layers[i], &next = c.layers[(i + 1) % c.depth];
+        const bool first = i == 0, last = i == c.depth - 1;
+        // Of the stream ahead of the layer, and between its halves.
+        const Squares begin = first ? Squares{c.squares, int(c.square_parts), int(c.tokens)} : Squares{squares, TILES, KEPT_SQUARES};
+        const Squares middle = {middle_squares, TILES, KEPT_SQUARES};
+        const float* scales = c.scales + i * SCALES;
+        for (int kind = 0; kind < KINDS && launch < c.launches; ++kind, ++launch) {
+            if (kind == 0) {
+                Qkv a{};
+                a.all = common(begin, first ? begin : middle, ahead(w.gate_up, int64_t(MLP) * WIDTH, kind));
+                if (E::CODED) a.all.by = scales + BY_QKV, a.shift = {c.qkv_shift + i * QKV, c.qkv_shift_step, c.line};
+                a.weight = map_of<E>(w.qkv, {WIDTH, 8, 2, HALF / 8, HEADS + 2}, {ROW, HALF * ROW, 8 * ROW, HEAD * ROW}, {COLUMNS, 8, 2, 4, 1});
+                a.given = first ? c.scaled : nullptr, a.x = part(X_AT);
+                a.q = part(Q_MEMORY_AT), a.kv[0] = k_fresh, a.kv[1] = v_fresh, a.start = c.start, a.log2_theta = reals[0];
+                queue.launch(Kernels<All>::qkv, forms[kind], groups, a);
+            } else if (kind == 1) {
+                Attention a{};
+                a.all = common({}, {}, ahead(static_cast<const char*>(w.gate_up) + MLP * ROW, int64_t(MLP) * WIDTH, kind));
+                if (E::CODED) a.all.to = scales + TO_OUT;
+                a.q = part(Q_MEMORY_AT), a.k_fresh = k_fresh, a.v_fresh = v_fresh;
+                const auto kept = [&](const bf16* arena) {
+                    const uint64_t step = c.token_step * 2, slots = c.slots, of_slot = c.slot_step * 2, tokens = c.prefix, span = (c.prefix + KEY_CUTS - 1) / KEY_CUTS;
+                    return map_of<Plain>(arena + i * c.layer_step, {HEAD, tokens, slots, 1, 1}, {step, of_slot, slots * of_slot, slots * of_slot}, {64, uint32_t(span), 1, 1, 1});
+                };
+                a.k = kept(c.k), a.v = kept(c.v), a.slot_step = c.slot_step, a.token_step = c.token_step;
+                if (c.ahead >> KINDS & 1) {
+                    const int64_t next_at = (i + 1) % c.depth * c.layer_step;
+                    a.k_next = c.k + next_at, a.v_next = c.v + next_at;
+                }
+                a.slot = c.slot, a.mask = c.mask, a.mask_step = c.mask_step, a.length = c.length, a.prefix = int(c.prefix), a.out = part(ATTENDED_AT);
+                queue.launch(Kernels<All>::attention, forms[kind], blocks * robots.batch, a);
+            } else if (kind == 3) {
+                GateUp a{};
+                a.all = common(middle, begin, ahead(next.qkv, int64_t(QKV) * WIDTH, kind));
+                if (E::CODED) a.all.by = scales + BY_GATE_UP, a.all.to = scales + TO_DOWN, a.shift = {c.gate_up_shift + i * 2 * MLP, c.gate_up_shift_step, c.line};
+                a.weight = map_of<E>(w.gate_up, {WIDTH, 8, 2, MLP / 8, 1}, {ROW, MLP * ROW, 8 * ROW, 2 * MLP * ROW}, {COLUMNS, 8, 2, 4, 1});
+                a.x = part(MIDDLE_AT), a.hidden = part(HIDDEN_AT);
+                queue.launch(Kernels<All>::gate_up, forms[kind], groups, a);
+            } else {
+                const bool down = kind == 4, end = last && down;
+                Add a{};
+                a.all = common({}, down ? middle : begin, down ? ahead(next.out, int64_t(WIDTH) * INNER, kind) : ahead(w.down, int64_t(WIDTH) * MLP, kind));
+                if (E::CODED) a.all.by = scales + (down ? BY_DOWN : BY_OUT);
+                const uint64_t input = down ? MLP : INNER, all = input * EACH * WIDTH;
+                a.weight = map_of<E>(down ? w.down : w.out, {input, WIDTH, 1, 1, 1}, {input * EACH, all, all, all}, {COLUMNS, 64, 1, 1, 1});
+                a.x = part(down ? HIDDEN_AT : ATTENDED_AT);
+                a.table = c.table + (2 * i + down) * c.norm_step, a.line_step = c.line_step, a.norm_step = c.norm_step, a.line = c.line;
+                a.given = first && !down ? c.residual : nullptr, a.residual = reinterpret_cast<float*>(part(RESIDUAL_AT));
+                a.scaled = part(down ? X_AT : MIDDLE_AT), a.squares_out = down ? (last ? c.squares_out : squares) : middle_squares;
+                a.squares_step = end ? int(c.tokens) : KEPT_SQUARES;
+                if (end) a.residual_last = c.residual_out, a.scaled_last = c.scaled_out;
+                queue.launch(down ? Kernels<All>::down : Kernels<All>::out, forms[kind], groups, a);
+            }
+        }
+    }
+}
+
+template <class E, class Q>
+void run_robots(Q& queue, const Call& c, const float* reals) {
+    if (c.robots == 2) run<Shapes<2, E>>(queue, c, reals);
+    // In bf16 three robots and more lose against separate kernels.
+    if constexpr (E::CODED) {
+        if (c.robots == 3) run<Shapes<3, E>>(queue, c, reals);
+        if (c.robots == 4) run<Shapes<4, E>>(queue, c, reals);
+    }
+}
+template <class Q>
+void run(Q& queue, const Call& c, const float* reals) {
+    if (c.scales == nullptr)
+        run_robots<Plain>(queue, c, reals);
+    else
+        run_robots<Coded>(queue, c, reals);
+}
+
+#ifndef STRETTO_ON_HOST
+template <class All>
+cudaError_t prepare() {
+    using K = Kernels<All>;
+    const auto &forms = FORMS<All>;
+    cudaError_t e = prepare(reinterpret_cast<const void*>(K::qkv), forms[0].bytes);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(K::attention), forms[1].bytes);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(K::out), forms[2].bytes);
+    if (e == cudaSuccess) e = prepare(reinterpret_cast<const void*>(K::gate_up), forms[3].bytes);
+    return e == cudaSuccess ? prepare(reinterpret_cast<const void*>(K::down), forms[4].bytes) : e;
+}
+
+template <class E>
+cudaError_t prepare_robots() {
+    cudaError_t e = prepare<Shapes<2, E>>();
+    if constexpr (E::CODED) {
+        if (e == cudaSuccess) e = prepare<Shapes<3, E>>();
+        if (e == cudaSuccess) e = prepare<Shapes<4, E>>();
+    }
+    return e;
+}
+#endif
+
+// Words in the order in which the caller lists them; each is one pointer or whole number.
+Call read(const int64_t* words) {
+    constexpr size_t FIELDS = 36;
+    static_assert(sizeof(Call) == (FIELDS + 4 * MAX_LAYERS) * 8);
+    Call c{};
+    const int64_t depth = words[0];
+    std::memcpy(&c, words, size_t(FIELDS + 4 * (depth < MAX_LAYERS ? depth : MAX_LAYERS)) * 8);
+    return c;
+}
+
+}  // namespace
+
+// Both return null, or what went wrong.
+extern "C" const char* stretto_chain_prepare(int device) {
+#ifndef STRETTO_ON_HOST
+    cudaError_t e = set_device(device);
+    if (e == cudaSuccess) e = prepare_robots<Plain>();
+    if (e == cudaSuccess) e = prepare_robots<Coded>();
+    if (e != cudaSuccess) return cudaGetErrorString(e);
+    if (maker() == nullptr) return "the driver makes no maps of tensors";
+#endif
+    return nullptr;
+}
+
+extern "C" const char* stretto_chain_launch(int device, const int64_t* words, const float* reals, void* stream) {
+    const Call c = read(words);
+#ifndef STRETTO_ON_HOST
+    Queue queue{static_cast<cudaStream_t>(stream)};
+    queue.error = set_device(device);
+    try {
+        run(queue, c, reals);
+    } catch (CUresult) {
+        return "the driver refuses a tensor's map";
+    }
+    return queue.error == cudaSuccess ? nullptr : cudaGetErrorString(queue.error);
+#else
+    Queue queue;
+    run(queue, c, reals);
+    return queue.error;
+#endif
+}
+
+// Sizes that the caller checks and allocates by.
+extern "C" void stretto_chain_sizes(int64_t* sizes) {
+    const int64_t all[] = {WIDTH, HEADS, HEAD, MLP, MAX_LAYERS, MAX_TOKENS, MAX_PREFIX, TILES, MEMORY_BYTES,
+                           X_AT, MIDDLE_AT, ATTENDED_AT, HIDDEN_AT, Q_MEMORY_AT, K_MEMORY_AT, V_MEMORY_AT, SQUARES_AT, MIDDLE_SQUARES_AT, ROWS, MOST_CTAS, MAX_ROBOTS, KEPT_SQUARES};
+    std::memcpy(sizes, all, sizeof all);
+}

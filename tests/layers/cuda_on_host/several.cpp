@@ -1,0 +1,4 @@
+#define STRETTO_ON_HOST
+#include "device.h"
+
+#include "several.cu"
