@@ -44,26 +44,24 @@ MASKS = (1, 3, 32)
 
 
 class Case:
-    """One call: a random stream into the layers of a net, each robot at a denoise step of its own."""
+    """One call: a random stream into the layers of a net at one denoise step."""
 
-    def __init__(self, chain: ExpertChain, net: Pi0Net, tokens: int, step: int, batch: int = 1) -> None:
+    def __init__(self, chain: ExpertChain, net: Pi0Net, tokens: int, step: int) -> None:
         self.chain, self.net, self.theta = chain, net, net.config.rope_theta
-        self.batch, self.tokens = batch, tokens
         device = net.table.device
-        self.prefix = prefix_of(net.config, batch, device, net.dtype)
-        self.steps = (torch.arange(batch, device=device) + step) % net.config.denoise_steps
-        self.norms = net.norms_of(net.tabled(self.steps))
+        self.prefix = prefix_of(net.config, 1, device, net.dtype)
+        self.norms = net.norms_of(net.tabled(torch.tensor([step], device=device)))
         self.weights = [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in net.expert.layers()]
-        residual = torch.randn(batch, tokens, net.config.expert.width, device=device)
+        residual = torch.randn(1, tokens, net.config.expert.width, device=device)
         self.stream = open_stream.reference(residual, self.norms.lines(0), net.dtype)
 
-    def run(self, launches: int | None = None, memory: Memory | None = None, **more: Any) -> Stream:
-        lines, memory = (self.norms.lines(0), self.norms.lines(1)), memory or self.memory()
-        keys, more = self.prefix, {"theta": self.theta, "eps": self.norms.eps, "memory": memory} | more
-        return self.chain.run(self.stream, self.weights, lines, keys, launches=launches, **more)
+    def run(self, launches: int | None = None, **more: Any) -> Stream:
+        lines = self.norms.lines(0), self.norms.lines(1)
+        keys, eps = self.prefix, self.norms.eps
+        return self.chain.run(self.stream, self.weights, lines, keys, theta=self.theta, eps=eps, launches=launches, **more)
 
     def memory(self) -> Memory:
-        return Memory(self.chain.sizes, self.tokens, self.net.table.device, self.batch)
+        return Memory(self.chain.sizes, self.stream.residual_BTD.shape[1], self.net.table.device)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -83,25 +81,25 @@ def check_launches(case: Case, layers: int = 2) -> Iterator[dict[str, Any]]:
         read = stream.scaled_BRD, stream.squares_MP
         if kind == 0:
             want = norm_qkv.reference(*read, block.qkv.weight, first, prefix.suffix_start_B, **block.rotary, eps=norms.eps)
-            fresh = torch.cat((memory.queries(), *(x[:, :, None] for x in memory.fresh())), dim=2)
+            fresh = torch.cat((memory.queries(), *(x[:, None] for x in memory.fresh())), dim=1)[None]
             error = relative(fresh, want)
         elif kind == 1:
             q, k, v = torch.split(fresh, [block.heads, 1, 1], dim=2)
             kept = prefix.k_SNPKd[:, layer], prefix.v_SNPKd[:, layer], prefix.slots_B
             named = {"key_mask_BP": prefix.mask_BP, "length_B": prefix.length_B}
             want = prefix_attention.reference(q, *kept, **named, k_suffix_BTKd=k, v_suffix_BTKd=v).flatten(2)
-            y = memory.attended()
+            y = memory.attended()[None]
             error = relative(y, want)
         elif kind == 3:
             want = norm_geglu.reference(*read, block.gate_up.weight, second, norms.eps)
-            y = memory.hidden()
+            y = memory.hidden()[None]
             error = relative(y, want)
         else:
             by = (block.out.weight, first, second) if kind == 2 else (block.down.weight, second, third)
             want = gated_linear.reference(y, by[0], stream.residual_BTD, *by[1:], dtype)
             scaled, squares = memory.stream(end=kind == 4)
-            error = max(relative(scaled, want.scaled_BRD), relative(squares.sum(-1), want.squares_MP.sum(-1)))
-            stream = Stream(want.residual_BTD, scaled.clone(), squares.clone())
+            error = max(relative(scaled[None], want.scaled_BRD), relative(squares.sum(-1), want.squares_MP.sum(-1)))
+            stream = Stream(want.residual_BTD, scaled[None].clone(), squares.clone())
         yield {"kind": "launch", "launch": launch, "name": NAMES[kind], "error": error}
 
 
@@ -297,9 +295,9 @@ def main() -> None:
         report.attempt(lambda: loop(case, kept), kind="loop", by="chain")
 
 
-def variant(text: str, name: str = "chain") -> Path:
+def variant(text: str) -> Path:
     options = (*build.OPTIONS, *(f"-D{macro}" for macro in text.split(",")))
-    return build.compiled(name, build.nvcc() or "nvcc", options)
+    return build.compiled("chain", build.nvcc() or "nvcc", options)
 
 
 def one_variant(case: Case, text: str, path: Future[Path]) -> dict[str, Any]:

@@ -77,23 +77,24 @@ def check_coded_launches(case: CodedCase, layers: int = 2) -> Iterator[dict[str,
         torch.cuda.synchronize()
         # Only what earlier launches left is given; what later ones do is not looked at.
         left = tuple(
-            x if kind > i else None for i, x in enumerate((memory.attended(), memory.stream(end=False)[0], memory.hidden()), 1)
+            x[None] if kind > i else None
+            for i, x in enumerate((memory.attended(), memory.stream(end=False)[0], memory.hidden()), 1)
         )
         want = coded_layer(layer, stream, case.coded, case.lines, case.prefix, case.shape, left)
         if kind in (2, 4):
             codes, squares = memory.stream(end=kind == 4)
             of = want.middle if kind == 2 else want.end
             error = max(
-                off_by(codes, of.codes_BTD),
-                off_by(squares.mean(-1)[None, :, None] * squares.shape[1] / codes.shape[2], of.mean_BT1),
+                off_by(codes[None], of.codes_BTD),
+                off_by(squares.mean(-1)[None, :, None] * squares.shape[1] / codes.shape[1], of.mean_BT1),
             )
             if kind == 4:
-                stream = of._replace(codes_BTD=codes.clone())
+                stream = of._replace(codes_BTD=codes[None].clone())
         else:
-            fresh = torch.cat((memory.queries(), *(x[:, :, None] for x in memory.fresh())), dim=2)
+            fresh = torch.cat((memory.queries(), *(x[:, None] for x in memory.fresh())), dim=1)
             got = (fresh, memory.attended(), None, memory.hidden())[kind]
             assert got is not None
-            error = off_by(got, (want.fresh_BTCd, want.attended_BTI, None, want.hidden_BTF)[kind])
+            error = off_by(got[None], (want.fresh_BTCd, want.attended_BTI, None, want.hidden_BTF)[kind])
         yield {"kind": "launch", "form": "e4m3", "launch": launch, "error": error}
 
 

@@ -86,13 +86,13 @@ def _fused_ops(device: str) -> Check:
 def _expert_kernel(device: str) -> Check:
     """Say whether the layers of pi0.5's expert run in CUDA C++; compiles them if that is still to do."""
     from stretto.layers.cuda.chain import expert_chain
-    from stretto.layers.kernels.expert_layers import CHAINED_CODED_UNTIL, CHAINED_UNTIL
+    from stretto.layers.kernels.expert_layers import CHAINED_UNTIL
 
     if device == "cpu":
         return Check("expert kernel", False, "none on cpu; layers run as separate ops")
     chain, said = expert_chain(0)
     if chain is not None:
-        where = f"up to batch {CHAINED_UNTIL}, in FP8 {CHAINED_CODED_UNTIL}, or as a kernel table says"
+        where = f"up to batch {CHAINED_UNTIL}, or as a kernel table says"
         return Check("expert kernel", True, f"CUDA C++, {where}: {said}")
     advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
     return Check("expert kernel", False, f"none: {said}; layers run as separate ops", advice)

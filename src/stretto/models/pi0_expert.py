@@ -161,20 +161,15 @@ class Expert(nn.Module):
         lines = [norms.lines(i) for i in range(2 * len(self.blocks) + 1)]
         return expert_layers(stream, self._weights(), lines, prefix, self._shape(norms), norms.shifts, coded)
 
-    def streams(self, x_BSA: Tensor, norms: ExpertNorms, prefix: PrefixKV, coded: bool = False) -> bool:
-        """Tell whether `streamed` runs a call on these suffix tokens: few, or where it has launches that pay; no gradients.
-
-        `coded`: with the products in e4m3.
-        """
+    def streams(self, x_BSA: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> bool:
+        """Tell whether `streamed` runs a call on these suffix tokens: few, or where it has launches that pay; no gradients."""
         (batch, tokens), dims = x_BSA.shape[:2], self.layers()[0].dims
         few = batch * tokens <= self.few_rows and fits_few_rows(tokens, dims.width, dims.mlp, dims.head_dim)
         runs = implementation(norm_qkv, x_BSA.device) == "triton" and self.dtype.itemsize == 2
         if not runs or torch.is_grad_enabled():
             return False
         size = batch, tokens, dims.width
-        coded = coded and norms.shifts is not None
-        given = size, self.dtype, self._weights(), norms.lines(0), prefix, self._shape(norms), coded
-        return few or chain_of(*given)[0] is not None
+        return few or chain_of(size, self.dtype, self._weights(), norms.lines(0), prefix, self._shape(norms))[0] is not None
 
     def _weights(self) -> list[Weights]:
         return [Weights(b.qkv.weight, b.out.weight, b.gate_up.weight, b.down.weight) for b in self.layers()]

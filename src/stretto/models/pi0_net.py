@@ -220,7 +220,7 @@ class Pi0Net(nn.Module):
             coded: the expert's products in e4m3, for few rows where there are launches that take them.
         """
         norms = self.norms_of(condition)
-        if expert is None and self.expert.streams(x_BHA, norms, prefix, coded is not None):
+        if expert is None and self.expert.streams(x_BHA, norms, prefix):
             return self._streamed_velocity(x_BHA, condition, norms, prefix, state_BW, coded)
         ada = self.config.family == "pi05"
         x = self.action_in(x_BHA.float()) if ada else self._suffix(x_BHA, condition, state_BW)

@@ -30,12 +30,11 @@ struct Layer {
 enum Scale { BY_QKV, TO_OUT, BY_OUT, BY_GATE_UP, TO_DOWN, BY_DOWN, SCALES };
 
 struct Call {
-    int64_t depth, launches, batch, robots, tokens, prefix, square_parts;
+    int64_t depth, launches, tokens, prefix, square_parts;
     const bf16 *k, *v;
     int64_t slots, slot_step, layer_step, token_step;
     const int64_t* slot;
     const uint8_t* mask;
-    int64_t mask_step;
     const int32_t *length, *start;
     const float* table;
     int64_t line_step, norm_step;
@@ -51,7 +50,7 @@ struct Call {
     int64_t qkv_shift_step, gate_up_shift_step;
     Layer layers[MAX_LAYERS];
 };
-constexpr int WORDS = 36;
+constexpr int WORDS = 33;
 
 // How a launch of each kind is cut.
 struct How {
@@ -362,6 +361,6 @@ extern "C" const char* stretto_chain_launch(int device, const int64_t* words, co
 // Sizes that the caller checks and allocates by.
 extern "C" void stretto_chain_sizes(int64_t* sizes) {
     const int64_t all[] = {WIDTH, HEADS, HEAD, MLP, MAX_LAYERS, MAX_TOKENS, MAX_PREFIX, TILES, MEMORY_BYTES,
-                           X_AT, MIDDLE_AT, ATTENDED_AT, HIDDEN_AT, Q_MEMORY_AT, K_MEMORY_AT, V_MEMORY_AT, SQUARES_AT, MIDDLE_SQUARES_AT, ROWS, MOST_CTAS, 1, 4096 / (TILES * 4)};
+                           X_AT, MIDDLE_AT, ATTENDED_AT, HIDDEN_AT, Q_MEMORY_AT, K_MEMORY_AT, V_MEMORY_AT, SQUARES_AT, MIDDLE_SQUARES_AT, ROWS, MOST_CTAS};
     std::memcpy(sizes, all, sizeof all);
 }

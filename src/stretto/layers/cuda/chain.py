@@ -1,7 +1,6 @@
-"""The layers of a pi0.5 expert as five launches each in CUDA C++ (chain_plan.cuh).
+"""The layers of a pi0.5 expert for one batch row as five launches each in CUDA C++ (chain_plan.cuh).
 
-Takes and returns a residual stream as the kernels of `layers.kernels` have it, and rounds where they do. The rows of up to four
-robots are multiplied together; each has the bits that it has alone.
+Takes and returns a residual stream as the kernels of `layers.kernels` have it, and rounds where they do.
 
 Shape legend: as in layers.kernels.stream; P prefix tokens, K key/value heads, d head size.
 """
@@ -24,8 +23,6 @@ from stretto.layers.kernels.stream import Stream, carries_shift
 
 LAUNCHES = 5
 """Of a layer: queries, keys and values; attention; output; gate and up; down."""
-MOST_PLAIN, MOST_CODED = 2, 4
-"""Robots at once, in bf16 and e4m3: more were slower than separate kernels."""
 CHUNK = 64
 ROW_BYTES = 128
 AHEAD = 0
@@ -54,12 +51,6 @@ class Sizes(NamedTuple):
     middle_squares: int
     rows: int
     most_ctas: int
-    max_robots: int
-    kept_squares: int
-
-    def group_of(self, batch: int) -> int:
-        """Of so many robots, how many are multiplied together: as even as can be."""
-        return -(-batch // -(-batch // self.max_robots))
 
 
 class Weights(NamedTuple):
@@ -86,32 +77,25 @@ class Coded(NamedTuple):
 
 
 class Memory:
-    """What launches leave to each other in one call; kept by those who look at what one left.
+    """What launches leave to each other in one call; kept by those who look at what one left."""
 
-    `group` robots are multiplied together, and their rows lie together.
-    """
-
-    def __init__(
-        self, sizes: Sizes, tokens: int, device: torch.device, batch: int = 1, group: int | None = None, coded: bool = False
-    ) -> None:
-        self.coded = coded
-        self.sizes, self.tokens, self.batch, self.group = sizes, tokens, batch, group or sizes.group_of(batch)
-        self.robots = -(-batch // self.group) * self.group
-        self.bytes = torch.empty(self.robots * sizes.memory, dtype=torch.uint8, device=device)
+    def __init__(self, sizes: Sizes, tokens: int, device: torch.device, coded: bool = False) -> None:
+        self.sizes, self.tokens, self.coded = sizes, tokens, coded
+        self.bytes = torch.empty(sizes.memory, dtype=torch.uint8, device=device)
 
     def queries(self) -> Tensor:
-        """[B, T, H, d]"""
+        """[T, H, d]"""
         s = self.sizes
         blocks = s.rows // 8
-        chunks = self._halves(s.q, s.rows * s.heads * s.head_dim).view(-1, blocks, s.head_dim // CHUNK, 8, 8, CHUNK)
-        rows = _swapped(chunks.flatten(3, 4)).view(chunks.shape)
-        return rows.permute(0, 1, 3, 4, 2, 5).reshape(-1, s.rows, s.heads, s.head_dim)[: self.batch, : self.tokens]
+        chunks = self._halves(s.q, s.rows * s.heads * s.head_dim).view(blocks, s.head_dim // CHUNK, 8, 8, CHUNK)
+        rows = _swapped(chunks.flatten(2, 3)).view(chunks.shape)
+        return rows.permute(0, 2, 3, 1, 4).reshape(s.rows, s.heads, s.head_dim)[: self.tokens]
 
     def fresh(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the suffix, [B, T, d] each."""
+        """Keys and values of the suffix, [T, d] each."""
         s = self.sizes
-        k, v = (self._halves(at, s.rows * s.head_dim).view(-1, s.rows, s.head_dim) for at in (s.k, s.v))
-        return k[: self.batch, : self.tokens], v[: self.batch, : self.tokens]
+        k, v = (self._halves(at, s.rows * s.head_dim).view(s.rows, -1)[: self.tokens] for at in (s.k, s.v))
+        return k, v
 
     def attended(self) -> Tensor:
         return self._rows(self.sizes.attended, self.sizes.heads * self.sizes.head_dim, self.tokens)
@@ -120,25 +104,22 @@ class Memory:
         return self._rows(self.sizes.hidden, self.sizes.mlp, self.tokens)
 
     def stream(self, end: bool) -> tuple[Tensor, Tensor]:
-        """The stream in the middle or at the end of a layer: scaled rows [B, T + 1, D], squares [B T, parts].
+        """The stream in the middle or at the end of a layer: scaled rows [T + 1, D], squares [T, parts].
 
         In e4m3 there is no row of the shift, and rows are divided by what their root mean square was one norm ago.
         """
         s = self.sizes
-        at, rows = (s.squares if end else s.middle_squares) * self.robots, self.robots * s.kept_squares
-        squares = self.bytes[at : at + rows * s.tiles * 4].view(torch.float32).view(self.robots, s.kept_squares, -1)
-        scaled = self._rows(s.x if end else s.middle, s.width, self.tokens + (not self.coded))
-        return scaled, squares[: self.batch, : self.tokens].flatten(0, 1)
+        at = s.squares if end else s.middle_squares
+        squares = self.bytes[at : at + self.tokens * s.tiles * 4].view(torch.float32).view(self.tokens, -1)
+        return self._rows(s.x if end else s.middle, s.width, self.tokens + (not self.coded)), squares
 
     def _halves(self, at: int, count: int) -> Tensor:
-        return self.bytes[at * self.robots : (at + count * 2) * self.robots].view(torch.bfloat16)
+        return self.bytes[at : at + count * 2].view(torch.bfloat16)
 
     def _rows(self, at: int, width: int, rows: int) -> Tensor:
         all_rows, number = self.sizes.rows, torch.float8_e4m3fn if self.coded else torch.bfloat16
-        part, wide = self.bytes[at * self.robots :], width * number.itemsize
-        chunks = part[: self.robots * all_rows * wide].view(-1, wide // ROW_BYTES, self.group, all_rows, ROW_BYTES)
-        numbers = _swapped(chunks).view(number).permute(0, 2, 3, 1, 4)
-        return numbers.reshape(self.robots, all_rows, width)[: self.batch, :rows]
+        chunks = self.bytes[at : at + all_rows * width * number.itemsize].view(-1, all_rows, ROW_BYTES)
+        return _swapped(chunks).view(number).transpose(0, 1).reshape(all_rows, width)[:rows]
 
 
 def _swapped(chunks: Tensor) -> Tensor:
@@ -165,15 +146,9 @@ class ExpertChain:
         self.refusal = None if error is None else str(error.decode())
 
     def takes(
-        self,
-        weights: Sequence[Weights],
-        size: Sequence[int],
-        dtype: torch.dtype,
-        first: Modulation,
-        keys: PrefixKV,
-        coded: bool = False,
+        self, weights: Sequence[Weights], size: Sequence[int], dtype: torch.dtype, first: Modulation, keys: PrefixKV
     ) -> bool:
-        """Tell whether the launches run a stream of this size, [B, T, D], for products in `dtype`, or `coded` in its place."""
+        """Tell whether the launches run a stream of this size, [B, T, D], for products in `dtype`."""
         s, (batch, tokens, width) = self.sizes, size
         fits = self._suit(weights, torch.bfloat16)
         arena = keys.k_SNPKd, keys.v_SNPKd
@@ -185,16 +160,13 @@ class ExpertChain:
         return (
             fits
             and kept
-            and (batch == 1 if s.max_robots == 1 else 2 <= batch <= (MOST_CODED if coded else MOST_PLAIN))
-            and width == s.width
+            and (batch, width) == (1, s.width)
             and tokens <= s.max_tokens
             and len(weights) <= s.max_layers
             and keys.mask_BP.shape[1] <= s.max_prefix
             and dtype == torch.bfloat16
             and carries_shift(first)
             and first.table.dtype == torch.float32
-            and all(x.is_contiguous() for x in (keys.slots_B, keys.length_B, keys.suffix_start_B))
-            and keys.mask_BP.stride(-1) == 1
             and keys.slots_B.dtype == torch.int64
             and {keys.length_B.dtype, keys.suffix_start_B.dtype} == {torch.int32}
         )
@@ -245,21 +217,20 @@ class ExpertChain:
             RuntimeError: if a launch is refused.
         """
         residual, device, sizes = stream.residual_BTD.contiguous(), stream.residual_BTD.device, self.sizes
-        batch, tokens = residual.shape[:2]
-        memory = memory or Memory(sizes, tokens, device, batch)
+        tokens = residual.shape[1]
+        memory = memory or Memory(sizes, tokens, device)
         out = Stream(
             torch.empty_like(residual),
-            torch.empty(batch, tokens + 1, sizes.width, dtype=torch.float32, device=device),
-            torch.empty(batch * tokens, sizes.tiles, dtype=torch.float32, device=device),
+            torch.empty(1, tokens + 1, sizes.width, dtype=torch.float32, device=device),
+            torch.empty(tokens, sizes.tiles, dtype=torch.float32, device=device),
         )
         line, mask = lines[0].addressing(), keys.mask_BP
         norm_step = (lines[1].table.data_ptr() - lines[0].table.data_ptr()) // 4
         words = [
-            len(weights), len(weights) * LAUNCHES if launches is None else launches,
-            batch, memory.group, tokens,
+            len(weights), len(weights) * LAUNCHES if launches is None else launches, tokens,
             mask.shape[1], stream.squares_MP.shape[1],
             keys.k_SNPKd.data_ptr(), keys.v_SNPKd.data_ptr(), keys.k_SNPKd.shape[0], *keys.k_SNPKd.stride()[:3],
-            keys.slots_B.data_ptr(), mask.data_ptr(), mask.stride(0), keys.length_B.data_ptr(), keys.suffix_start_B.data_ptr(),
+            keys.slots_B.data_ptr(), mask.data_ptr(), keys.length_B.data_ptr(), keys.suffix_start_B.data_ptr(),
             line.table.data_ptr(), line.stride, norm_step,
             line.rows.data_ptr() if line.indexed else 0,
             residual.data_ptr(), stream.squares_MP.data_ptr(), stream.scaled_BRD.data_ptr(),
@@ -282,14 +253,10 @@ def _of(coded: Coded | None) -> tuple[int, ...]:
     return coded.scales_L6.data_ptr(), *(t.data_ptr() for t in tables), *(t.stride(0) for t in tables)
 
 
-def expert_chain(device_index: int, batch: int = 1) -> tuple[ExpertChain | None, str]:
-    """Return the launches for so many robots, compiled if need be, or None; and where they are, or why there are none."""
-    return _expert_chain(device_index, "chain" if batch == 1 else "several")
-
-
 @functools.cache
-def _expert_chain(device_index: int, name: str) -> tuple[ExpertChain | None, str]:
-    found: Built = built(name, device_index)
+def expert_chain(device_index: int) -> tuple[ExpertChain | None, str]:
+    """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
+    found: Built = built("chain", device_index)
     if found.library is None:
         return None, found.reason
     chain = ExpertChain(found.library, device_index)

@@ -24,8 +24,8 @@ from stretto.layers.kernels.stream import Stream, open_stream
 from stretto.layers.tuning import Config, Key, Tunable, choices, tuned
 
 OP = "expert_layers"
-CHAINED_UNTIL, CHAINED_CODED_UNTIL = 2, 4
-"""Up to this many batch rows the chain runs at a shape that no table knows, in bf16 and in e4m3."""
+CHAINED_UNTIL = 1
+"""Up to this many batch rows the chain runs at a shape that no table knows."""
 
 
 Size = torch.Size | tuple[int, int, int]
@@ -65,49 +65,37 @@ def expert_layers(
     `coded` are the products in e4m3, whose tables hold the same shifts: the chain takes them if there are tables. Separate
     kernels do not.
     """
-    coded = None if shifts is None else coded
-    given = stream.residual_BTD.shape, stream.scaled_BRD.dtype, weights, norms[0], keys, shape
-    chain, _ = chain_of(*given, coded is not None)
-    if coded is not None and chain is not None and not chain.takes_coded(coded, len(weights)):
-        coded = None
-        chain, _ = chain_of(*given)
+    chain, _ = chain_of(stream.residual_BTD.shape, stream.scaled_BRD.dtype, weights, norms[0], keys, shape)
     asked = choices(stream.residual_BTD.device).ran.setdefault(OP, set())
     if chain is None:
         asked.add("separate")
         return separate_layers(stream, weights, norms, keys, shape, shifts)
+    if coded is None or shifts is None or not chain.takes_coded(coded, len(weights)):
+        coded = None
     asked.add("chain" if coded is None else "chain in e4m3")
     return chain.run(stream, weights, (norms[0], norms[1]), keys, theta=shape.theta, eps=shape.eps, coded=coded)
 
 
 def chain_of(
-    size: Size,
-    dtype: torch.dtype,
-    weights: Sequence[Weights],
-    first: Modulation,
-    keys: PrefixKV,
-    shape: Shape,
-    coded: bool = False,
+    size: Size, dtype: torch.dtype, weights: Sequence[Weights], first: Modulation, keys: PrefixKV, shape: Shape
 ) -> tuple[ExpertChain | None, str]:
-    """Return the launches that would run a stream [B, T, D] for products in `dtype`, or None; where they are, or why not.
-
-    `coded`: those with products in e4m3 in its place.
-    """
+    """Return the launches that would run a stream [B, T, D] for products in `dtype`, or None; where they are, or why not."""
     device = keys.mask_BP.device
     if device.type != "cuda":
         return None, f"they do not run on {device.type}"
     choice = tuned(OP, key_of(size, weights, keys, shape), dtype, device)
-    if (rule(size[0], coded) if choice is None else choice["impl"]) != "chain":
+    if (rule(size[0]) if choice is None else choice["impl"]) != "chain":
         return None, "separate kernels are chosen"
     if (shape.kv_heads, shape.lead) != (1, 0):
         return None, "they have one key/value head and no leading tokens"
-    chain, said = expert_chain(torch.cuda.current_device() if device.index is None else device.index, size[0])
-    if chain is not None and not chain.takes(weights, size, dtype, first, keys, coded):
+    chain, said = expert_chain(torch.cuda.current_device() if device.index is None else device.index)
+    if chain is not None and not chain.takes(weights, size, dtype, first, keys):
         return None, "they were made for other sizes"
     return chain, said
 
 
-def rule(batch: int, coded: bool = False) -> str:
-    return "chain" if batch <= (CHAINED_CODED_UNTIL if coded else CHAINED_UNTIL) else "separate"
+def rule(batch: int) -> str:
+    return "chain" if batch <= CHAINED_UNTIL else "separate"
 
 
 def key_of(size: Size, weights: Sequence[Weights], keys: PrefixKV, shape: Shape) -> Key:
@@ -178,8 +166,7 @@ def _run(choice: Config | None, *given: Any) -> Stream:
 
 
 def _candidates(key: Key) -> list[Config]:
-    # In batches the other way is not the kernels of here but products and passes: `rule` was measured on whole loops.
-    return [{"impl": "chain"}, {"impl": "separate"}] if key[0] == 1 else []
+    return [{"impl": "chain"}, {"impl": "separate"}] if key[0] == 1 else [{"impl": "separate"}]
 
 
 TUNABLES = (Tunable(OP, {"impl": ("chain", "separate")}, _candidates, _inputs, _run),)

@@ -1,4 +1,0 @@
-#define STRETTO_ON_HOST
-#include "device.h"
-
-#include "several.cu"
