@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda import build, gated
+from stretto.layers.cuda import gated
 from stretto.layers.cuda.gated import TOKENS, GatedProduct, gated_product
 from stretto.layers.kernels import fp8_linear, gemm
 from stretto.layers.kernels.fold import ShiftLines
@@ -22,15 +20,8 @@ from stretto.layers.kernels.linear_activation import linear_geglu_reference
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> GatedProduct:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++ to build the product for the host")
-    here = Path(__file__).parent / "cuda_on_host"
-    made = tmp_path_factory.mktemp("cuda") / "gated.so"
-    options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{here}", f"-I{build.SOURCES}"]
-    subprocess.run([compiler, *options, str(here / "gated.cpp"), "-o", str(made)], check=True)
-    return GatedProduct(ctypes.CDLL(str(made)), 0)
+def on_host(library_on_host: Callable[[str], ctypes.CDLL]) -> GatedProduct:
+    return GatedProduct(library_on_host("gated"), 0)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
+from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Modulation, launch
 from stretto.layers.kernels.language import jit, tl
+from stretto.layers.tuning import Config
 
 
 class ShiftLines(NamedTuple):
@@ -80,6 +82,13 @@ def product_fp32(x: Tensor, weight_NK: Tensor) -> Tensor:
     wants = torch.is_grad_enabled() and (x.requires_grad or weight_NK.requires_grad)
     out: Tensor = _Product.apply(rows, weight_NK) if wants else _multiplied(rows, weight_NK)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)
+
+
+def chosen_product_fp32(choice: Config, x: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return the same by an algorithm of cuBLASLt, where the choice names one."""
+    if choice["impl"] == "lt":
+        return cublas_lt.matmul(x, weight_NK, int(choice["algo"]), dtype=torch.float32)
+    return product_fp32(x, weight_NK)
 
 
 def _multiplied(x_MK: Tensor, weight_NK: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm, linear_rope
 from stretto.layers.kernels.activation import geglu_into
 from stretto.layers.kernels.ada_rms_norm import Modulation
-from stretto.layers.kernels.fold import Fold, ShiftLines, folded_norm_reference, product_fp32
+from stretto.layers.kernels.fold import Fold, ShiftLines, chosen_product_fp32, folded_norm_reference, product_fp32
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.kernels.linear_activation import gated_candidates
-from stretto.layers.kernels.rope import rotate, split_qkv
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 FUSED_ROWS = 300
@@ -43,14 +42,9 @@ def folded_rope_write_reference(
     heads: int,
 ) -> Tensor:
     """Do what `linear_rope_write` does to the norm that rows, factors and shift stand for; round once, after rotation."""
-    kv_heads, head_dim = k_arena_SPKd.shape[-2:]
     qkv = Fold(factor_BT, shift).on(product_fp32(scaled_BTD, weight_CD))
-    q, k, v = split_qkv(qkv, heads, kv_heads, head_dim)
-    cos, sin = (x[:, :, None] for x in table)
-    tokens = scaled_BTD.shape[1]
-    k_arena_SPKd[slots_B, :tokens] = rotate(k, cos, sin).to(k_arena_SPKd.dtype)
-    v_arena_SPKd[slots_B, :tokens] = v.to(v_arena_SPKd.dtype)
-    return rotate(q, cos, sin).to(k_arena_SPKd.dtype)
+    q = linear_rope.rotate_and_write_reference(qkv, table, k_arena_SPKd, v_arena_SPKd, slots_B, heads)
+    return q.to(k_arena_SPKd.dtype)
 
 
 def folded_geglu_reference(scaled_BTD: Tensor, factor_BT: Tensor, weight_2FD: Tensor, shift: ShiftLines | None) -> Tensor:
@@ -91,7 +85,7 @@ def run_rope(choice: Config | None, x: Tensor, weight: Tensor, *rest: Any) -> Te
     choice = choice or _rope_rule(x, weight, rest[2].shape[-1] // 2)
     if choice["impl"] == "triton":
         return linear_rope.fused(Tiling.of(choice), x, weight, *rest)
-    return linear_rope.rotate_and_write(_product(choice, x, weight), *rest)
+    return linear_rope.rotate_and_write(chosen_product_fp32(choice, x, weight), *rest)
 
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FD: Tensor, fold: Fold) -> Tensor:
@@ -105,19 +99,13 @@ def run_geglu(choice: Config | None, x: Tensor, weight_2FD: Tensor, fold: Fold) 
     if choice["impl"] == "triton":
         return gemm.gemm(x, weight_2FD, None, Tiling.of(choice), activation="geglu", fold=fold)
     out = torch.empty(*x.shape[:-1], weight_2FD.shape[0] // 2, dtype=x.dtype, device=x.device)
-    geglu_into(_product(choice, x, weight_2FD), out, fold)
+    geglu_into(chosen_product_fp32(choice, x, weight_2FD), out, fold)
     return out
 
 
 def _left(fold: Fold) -> Left:
     factor, shift = fold.factor_BT.contiguous(), fold.shift
     return Left(factor) if shift is None else Left(factor, shift.table, shift.rows.contiguous())
-
-
-def _product(choice: Config, x: Tensor, weight: Tensor) -> Tensor:
-    if choice["impl"] == "lt":
-        return cublas_lt.matmul(x, weight, int(choice["algo"]), dtype=torch.float32)
-    return product_fp32(x, weight)
 
 
 def _rope_rule(x: Tensor, weight: Tensor, half: int) -> Config:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm, linear_ada_rms_norm
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm_reference, launch
-from stretto.layers.kernels.fold import folded_norm_reference, product_fp32
+from stretto.layers.kernels.fold import chosen_product_fp32, folded_norm_reference, product_fp32
 from stretto.layers.kernels.gemm import Tiling
 from stretto.layers.tuning import Config, Tunable, tuned
 
@@ -75,12 +74,10 @@ def run(
     """Run one choice; None is the rule."""
     choice = choice or _rule(x, weight)
     residual = residual.contiguous()
-    if choice["impl"] == "cublas":
-        y = product_fp32(x, weight)
-    elif choice["impl"] == "lt":
-        y = cublas_lt.matmul(x, weight, int(choice["algo"]), dtype=torch.float32)
-    else:
+    if choice["impl"] == "triton":
         y = gemm.split_gemm(x, weight, Tiling.of(choice), int(choice["splits"]))
+    else:
+        y = chosen_product_fp32(choice, x, weight)
     out, total = torch.empty(residual.shape, dtype=dtype, device=x.device), torch.empty_like(residual)
     factor = torch.empty(residual.shape[:2] if fold else (0,), dtype=torch.float32, device=x.device)
     launch(residual, y, out, total, gated_by, normed_by, eps, add=True, factor_BT=factor if fold else None)

@@ -52,10 +52,22 @@ def linear_rope_write_reference(
 
     Rows that share a slot (padding) leave it with undefined contents. `table` is of `rotary_table`.
     """
+    return rotate_and_write_reference(linear(x_BTD, weight_CD), table, k_arena_SPKd, v_arena_SPKd, slots_B, heads)
+
+
+def rotate_and_write_reference(
+    qkv_BTC: Tensor,
+    table: tuple[Tensor, Tensor],
+    k_arena_SPKd: Tensor,
+    v_arena_SPKd: Tensor,
+    slots_B: Tensor,
+    heads: int,
+) -> Tensor:
+    """Return rotated queries of a product in its dtype; its keys and values are written in the arenas'."""
     kv_heads, head_dim = k_arena_SPKd.shape[-2:]
-    q, k, v = split_qkv(linear(x_BTD, weight_CD), heads, kv_heads, head_dim)
+    q, k, v = split_qkv(qkv_BTC, heads, kv_heads, head_dim)
     cos, sin = (x[:, :, None] for x in table)
-    tokens = x_BTD.shape[1]
+    tokens = qkv_BTC.shape[1]
     k_arena_SPKd[slots_B, :tokens] = rotate(k, cos, sin).to(k_arena_SPKd.dtype)
     v_arena_SPKd[slots_B, :tokens] = v.to(v_arena_SPKd.dtype)
     return rotate(q, cos, sin)
