@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from stretto.core.errors import CheckpointError, ConfigError, ObservationError, StreamClosedError
 from stretto.core.policy import RequestOptions
-from stretto.deploy.policy import PlanKind, Policy, PolicyOptions, load_policy
+from stretto.deploy.policy import PlanKind, Policy, PolicyOptions, load_policy, plan_for
+from stretto.models.pi0 import tiny
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,14 @@ def test_parts_for_lanes_that_the_device_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"lane_sms: got \(88.*on cpu, .*two lanes of a GPU"):
         load_policy(tiny_checkpoint, PolicyOptions(device="cpu", plan=plan, lane_sms=sms, degenerate="hold"))
+
+
+@pytest.mark.parametrize(("max_batch", "launches"), [(1, 2), (2, 2 + tiny()[0].config.denoise_steps)])
+def test_lanes_with_parts_are_launched_once_each_unless_robots_may_join_between_visits(max_batch: int, launches: int) -> None:
+    options = PolicyOptions(plan="overlapped", max_batch=max_batch, lane_sms=(80, 52), mode="graph")
+    plan = plan_for(tiny()[0].route, options, torch.device("cuda:0"))
+    assert len(plan.classes["default"]) == launches
+    assert plan.lane_sms == {"cuda:0": (80, 52)}
 
 
 def test_a_seed_decides_the_noise_and_no_seed_moves_on(policy: Policy) -> None:

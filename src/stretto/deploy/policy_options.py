@@ -98,7 +98,8 @@ def plan_for(route: Route, options: PolicyOptions, device: torch.device) -> Plan
     if kind == "whole":
         plan = whole(route, str(device), batch_cap=options.max_batch, mode=mode)
     elif kind == "overlapped":
-        between = options.max_batch > 1 or bool(sms)
+        # A launch a lane serves more robots than one a visit, with parts or without; only batches join between visits.
+        between = options.max_batch > 1
         plan = overlapped(route, str(device), batch_cap=options.max_batch, mode=mode, between_visits=between)
         plan = replace(plan, lane_sms={str(device): sms} if sms else {})
     else:
