@@ -38,6 +38,7 @@ from stretto.runtime.engine import Engine
 Inputs = dict[str, np.ndarray]
 TWO = ", a launch each"
 CHAIN = TWO + ", the loop by the chain"
+TOGETHER = "one lane, robots that ask together"
 LOOP = "expert_layers", (1, 50, 18, 1024, 4096, 8, 1, 256, 968), "bfloat16"
 
 
@@ -67,6 +68,7 @@ def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
     return {
         "one lane, whole route": whole(route, device, mode=mode),
         "one lane, a batch of two": catching_up(route, device, mode),
+        TOGETHER: whole(route, device, batch_cap=cap, mode=mode),
         "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
         "two lanes": overlapped(route, device, mode=mode),
         "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
@@ -107,7 +109,24 @@ class Load:
         for thread in threads:
             thread.join()
         self.last = done
-        return summary([(b, e) for b, e, _, _ in done])
+        return summary([(b, e) for b, e, _, _ in done]) | {"late": late(done)}
+
+    def together(self, seconds: float) -> dict[str, Any]:
+        """Let all robots ask at the same moment, so that they share batches, and again when all have their chunks."""
+        done: list[tuple[float, float, int, Chunk]] = []
+        turn, stop_s = 0, time.perf_counter() + seconds
+        while time.perf_counter() < stop_s:
+            asked: list[tuple[float, int, Future[Chunk]]] = []
+            with self.engine.together():
+                for stream in self.streams:
+                    inputs = self.feed[turn % len(self.feed)]
+                    asked.append((time.perf_counter(), turn, stream.submit(inputs, lengths=self.lengths)))
+                    turn += 1
+            for begin, number, future in asked:
+                chunk = future.result(60)
+                done.append((begin, time.perf_counter(), number % len(self.feed), chunk))
+        self.last = done
+        return summary([(b, e) for b, e, _, _ in done]) | {"late": late(done)}
 
     def open(self, rate: float, seconds: float, seed: int) -> dict[str, Any]:
         """Send requests at a rate; the robots take turns."""
@@ -145,6 +164,24 @@ def summary(times: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def late(done: Sequence[tuple[float, float, int, Chunk]]) -> list[dict[str, Any]]:
+    """Say of requests that took a third longer than most where their time went, and of the ones right before the first."""
+    ordered = sorted(done, key=lambda d: d[1])[len(done) // 10 :]
+    limit_s = 1.33 * float(np.median([e - b for b, e, _, _ in ordered]))
+    which = [i for i, (b, e, _, _) in enumerate(ordered) if e - b > limit_s]
+    return (
+        [_account(*ordered[i], done[0][0]) for i in sorted({*range(max(0, min(which) - 4), min(which)), *which[:8]})]
+        if which
+        else []
+    )
+
+
+def _account(begin: float, end: float, _: int, chunk: Chunk, zero: float) -> dict[str, Any]:
+    whole = {"robot": chunk.stream, "at_ms": (begin - zero) * 1e3, "ms": (end - begin) * 1e3}
+    times = {**whole, "queue_ms": chunk.queue_ms, "run_ms": chunk.run_ms, **chunk.stage_ms}
+    return {name: round(value, 2) for name, value in times.items()}
+
+
 def alone(model: Any, device: str, mode: Mode, feed: Sequence[Inputs], prompt: int) -> list[np.ndarray]:
     """Return what a lone request gets for each input."""
     engine = Engine(model, whole(model.route, device, mode=mode).with_shapes({"batch": (1,), "prompt": (prompt,)}))
@@ -173,12 +210,15 @@ def compared(done: Sequence[tuple[float, float, int, Chunk]], want: Sequence[np.
     }
 
 
-def measure(engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace, together: bool = False
+) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # as a server does once it is ready
     load = Load(engine, feed, args.prompt, args.robots)
-    load.closed(args.seconds / 4)
-    row: dict[str, Any] = {"closed": load.closed(args.seconds)}
+    ask = load.together if together else load.closed
+    ask(args.seconds / 4)
+    row: dict[str, Any] = {"closed": ask(args.seconds)}
     row |= compared(load.last, want)
     row["device_ms"] = quantiles([sum(c.stage_ms.values()) for _, _, _, c in load.last])
     row["stage_ms"] = {
@@ -186,7 +226,7 @@ def measure(engine: Engine, feed: Sequence[Inputs], want: Sequence[np.ndarray], 
     }
     row["open"] = []
     low, high = 0.0, 0.0
-    for rate in args.rates:
+    for rate in () if together else args.rates:
         if not holds(load, row["open"], rate, args):
             high = rate
             break
@@ -267,7 +307,9 @@ def compare(
     want = alone(model, args.device, mode, feed, args.prompt)
     known = plans(model.route, args.device, mode, args.cap)
     tasks: dict[str, Callable[[], dict[str, Any]]] = {
-        name: lambda plan=known[name], name=name: tried(model, plan, feed, want, args, chain=name.endswith(CHAIN))
+        name: lambda plan=known[name], name=name: tried(
+            model, plan, feed, want, args, chain=name.endswith(CHAIN), together=name == TOGETHER
+        )
         for name in args.plans or known
     }
     if not args.plans:
@@ -284,7 +326,14 @@ def compare(
 
 
 def tried(
-    model: Any, plan: Plan, feed: Sequence[Inputs], want: Sequence[np.ndarray], args: argparse.Namespace, *, chain: bool = False
+    model: Any,
+    plan: Plan,
+    feed: Sequence[Inputs],
+    want: Sequence[np.ndarray],
+    args: argparse.Namespace,
+    *,
+    chain: bool = False,
+    together: bool = False,
 ) -> dict[str, Any]:
     begin = time.perf_counter()
     cap = max(plan.batch_caps.values())
@@ -293,7 +342,7 @@ def tried(
         engine.warm()
     warm_s = round(time.perf_counter() - begin, 2)
     try:
-        return {"warm_s": warm_s, **measure(engine, feed, want, args)}
+        return {"warm_s": warm_s, **measure(engine, feed, want, args, together)}
     finally:
         engine.close()
 
