@@ -1,21 +1,15 @@
 """Why a row of pi05_table.py misses its target: how far each stage and call is above its floor, and what of that is the clock.
 
-    python benchmarks/pi05_misses.py benchmarks/results/pi05_table_h200.json      # as a table in Markdown
-
 Floors are at the chip's peak rates, which are of its full clock. Under load the clock falls, and what is bound by arithmetic
 takes that much longer whatever its kernel: a floor at the clock seen during the row says how much.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 FULL_MHZ = 1980.0
 EXPLAINED = 8
-NAMED = 4
 Row = dict[str, Any]
 
 
@@ -77,49 +71,9 @@ def _above(ms: float, floor_ms: float, slower: float) -> dict[str, float]:
     }
 
 
-def markdown(result: Row) -> str:
-    """Return a table of all rows of a result: what was asked and taken, and for misses what is above the floor."""
-    worst = "furthest above their floors at that clock, ms (times the floor)"
-    lines = [
-        f"| | asked, ms | took | floor | above it: clock | kernels | {worst} |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, row in result["rows"].items():
-        if "p50_ms" not in row:
-            continue
-        why = row.get("missed_by")
-        head = f"| {name} | {row['must_ms']:g} | {row['p50_ms']:.2f} | {row['floor_ms']:g} |"
-        if why is None:
-            lines.append(f"{head} | | {'met' if row['met'] else 'no profile'} |")
-            continue
-        named = "; ".join(_named(call) for call in why["calls"][:NAMED])
-        stages = ", ".join(f"{s['stage']} {s['above_at_clock_ms']:.1f}" for s in why["stages"])
-        at = f"{why['of_clock_ms']:.1f} ({why['sm_mhz']:.0f} MHz) | {why['of_kernels_ms']:.1f}: {stages}"
-        lines.append(f"{head} {at} | {named} |")
-    return "\n".join(lines)
-
-
-def _named(call: Row) -> str:
+def named(call: Row) -> str:
+    """Return a call with what it takes above its floor at the clock, and how many times that floor it is."""
     if call["floor_ms"] is None:
         return f"{call['call']} {call['ms']:.2f}"
     times = call["ms"] / max(call["floor_at_clock_ms"], 1e-9)
     return f"{call['call']} +{call['above_at_clock_ms']:.2f} ({times:.2f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="JSON of pi05_table.py")
-    parser.add_argument("--write", action="store_true", help="work `missed_by` out anew, in the file too")
-    args = parser.parse_args()
-    result = json.loads(args.result.read_text())
-    for row in result["rows"].values():
-        stages = row.get("stages", {}).values()
-        if row.get("met") is False and stages and all("profile_of_one_visit" in s for s in stages):
-            row["missed_by"] = missed_by(row)
-    if args.write:
-        args.result.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
-
-
-if __name__ == "__main__":
-    main()
