@@ -127,7 +127,7 @@ class PhyAI:
         from phyai.models.pi05.scheduler_ws1_pi05 import PI05WS1Scheduler
 
         if small:
-            raise SystemExit("phyai: runs on a GPU only, at true shape")
+            raise RuntimeError("phyai runs on a GPU only, at true shape")
         self.device, self.engine = device, None
         self.versions = {"flashinfer": flashinfer.__version__}
         self.versions |= {name: value for name, value in os.environ.items() if name.startswith("PHYAI_")}
@@ -248,8 +248,8 @@ def main() -> None:
     with torch.inference_mode():
         try:
             peer = PEERS[args.peer](device, args.small)
-        except ImportError as error:
-            keep("not run", {"error": f"{args.peer} cannot be imported here: {error}"})
+        except (ImportError, RuntimeError) as error:
+            keep("not run", {"error": f"{args.peer} cannot run here: {error}"})
             return
         result["versions"], chip = peer.versions, Chip()
         for batch, prompt in args.cases:

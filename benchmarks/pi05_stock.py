@@ -184,7 +184,7 @@ def ahead(args: argparse.Namespace) -> None:
 def rows(args: argparse.Namespace, device: torch.device, batches: Sequence[int]) -> None:
     begun, chip = time.monotonic(), Chip()
     model = build(device, args.small)
-    prompt = model.buckets[0].lengths[-1]
+    prompt, name_of = model.buckets[0].lengths[-1], "B={}, prefix 968{}".format
     result: dict[str, Any] = {**provenance(device), "rows": {}}
 
     def keep(name: str, run: Callable[[], dict[str, Any]]) -> None:
@@ -207,7 +207,7 @@ def rows(args: argparse.Namespace, device: torch.device, batches: Sequence[int])
                 if args.compile_only:
                     Runner(model, device, batch, prompt).launch(model.route.whole)
                     continue
-                name = f"B={batch}, prefix {768 + prompt}{', compiled' if compiled else ''}"
+                name = name_of(batch, ", compiled" if compiled else "")
                 keep(name, lambda b=batch: measure(Runner(model, device, b, prompt), chip, sustained=b == 32, share=0.3))  # type: ignore[misc]
                 if device.type == "cuda":
                     torch.cuda.empty_cache()

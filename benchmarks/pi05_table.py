@@ -5,17 +5,14 @@
 
 Times are the device's, from pictures in uint8 to actions in fp32, of one graph; stages are graphs of their own. `rested`
 requests come with a pause before each, their launch queued ahead; `sustained` ones back to back, after a run-up: the chip
-lowers its clock under load, so clock and power stand beside each. Stock torch runs the same network in a process of its own,
-without our kernels, in a graph.
+lowers its clock under load, so clock and power stand beside each. `roofline_table.py` runs this with the rest of what was
+asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ from fp8 import calibrate
 from host_overhead import feed_of
 from host_overhead import run as ask
 from nvidia_smi import Chip
-from overlap import alone, plans, tried
+from overlap import TOGETHER, alone, plans, tried
 from pi05_misses import missed_by
 from pi05_route import Runner, build, measure, profile
 
@@ -41,9 +38,15 @@ from stretto.models.pi0_fp8 import quantised
 from stretto.runtime.engine import Engine
 from stretto.runtime.profiler import stage_segments
 
-STOCK_ROWS = ((1, 200), (32, 200))
-PARTS = ("rows", "wall", "overlap", "profiles", "stock", "experts")
-OVERLAP_PLANS = ("two lanes, on 88 and 44 multiprocessors, a launch each", "one lane, whole route")
+PARTS = ("rows", "wall", "overlap", "profiles", "experts")
+SHORT_S = 2.4
+"""Of a closed loop of two robots; their requests at a rate come for half as long."""
+OVERLAP_PLANS: dict[str, dict[bool, list[float]]] = {
+    "one lane, whole route": {True: [108.0, 112.0, 115.0, 118.0], False: [74.0, 78.0]},
+    "two lanes, on 80 and 52 multiprocessors, a launch each": {True: [110.0, 113.0, 115.0, 117.0]},
+    TOGETHER: {True: [], False: []},
+}
+"""What two robots may be served by, and with FP8 or without the rates that are tried; the first that fails is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,52 +163,17 @@ def wall_row(model: pi0.Pi0Model, device: str, chip: Chip, n: int) -> dict[str, 
     )
 
 
-def overlap_row(model: pi0.Pi0Model, device: str, chip: Chip, name: str, seconds: float) -> dict[str, Any]:
+def overlap_row(model: pi0.Pi0Model, device: str, chip: Chip, name: str, rates: list[float], seconds: float) -> dict[str, Any]:
     """Serve two robots by one plan."""
     mode: Mode = "graph" if device != "cpu" else "eager"
     prompt = model.buckets[0].lengths[-1]
     feed = feed_of(model, prompt)
     want = alone(model, device, mode, feed, prompt)
-    rates = [60.0, 70.0, 80.0, 90.0, 100.0, 110.0, 118.0, 126.0]
-    args = argparse.Namespace(prompt=prompt, robots=2, seconds=seconds, rates=rates, closer=2, p99_ms=18.0)
+    args = argparse.Namespace(prompt=prompt, robots=2, seconds=seconds, rates=rates, closer=0, p99_ms=18.0)
     begin = time.monotonic()
-    row = tried(model, plans(model.route, device, mode, 2)[name], feed, want, args)
+    row = tried(model, plans(model.route, device, mode, 2)[name], feed, want, args, together=name == TOGETHER)
     row |= {"must_per_s": 115, "stretch_per_s": 130, "met": row["requests_per_s_at_p99"] >= 115}
     return row | chip.between(begin, time.monotonic())
-
-
-def stock(device: torch.device, small: bool, compiled: bool, out: Path) -> None:
-    """Time the same network without our kernels; rows go to a file as they come."""
-    chip, rows = Chip(), {}
-    model = build(device, small)
-    if compiled:
-        for part in (model.module.vision, model.module.prefix, model.module.expert):
-            part.compile(dynamic=False)
-    with torch.inference_mode():
-        for batch, prompt in STOCK_ROWS[:1] if compiled else STOCK_ROWS:
-            runner = Runner(model, device, batch, min(prompt, model.buckets[0].lengths[-1]))
-            rows[f"B={batch}, prefix {768 + prompt}"] = measure(runner, chip, sustained=batch == 32, share=0.3)
-            out.write_text(json.dumps(rows) + "\n")
-            del runner
-    chip.close()
-
-
-def stock_rows(args: argparse.Namespace, compiled: bool, left_s: float) -> dict[str, Any]:
-    """Run stock torch in a process without Triton kernels of ours, and return what it wrote in time."""
-    out = Path(f"{args.out or '/tmp/pi05_table'}.stock")
-    flags = ["--stock", str(out), "--device", args.device, *(["--small"] if args.small else [])]
-    command = [sys.executable, __file__, *flags, *(["--compile"] if compiled else [])]
-    out.unlink(missing_ok=True)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=left_s, env={**os.environ, "STRETTO_TRITON": "0"}, check=False
-        )
-        said = {"error": done.stderr[-500:]} if done.returncode else {}
-    except subprocess.TimeoutExpired:
-        said = {"error": f"not done after {left_s:.0f} s"}
-    found = json.loads(out.read_text()) if out.exists() else {}
-    out.unlink(missing_ok=True)
-    return {**found, **said}
 
 
 class Session:
@@ -251,12 +219,6 @@ class Session:
         run = partial(wall_row, self.model, self.args.device, self.chip, n)
         self.attempt("wall over device time, B=1 in this process, bf16", 4.0, False, run)
 
-    def stock(self) -> None:
-        for compiled in (False, True) if self.args.compile else (False,):
-            name = f"stock torch{', compiled' if compiled else ''}, in a graph"
-            left_s = self.args.budget - (time.monotonic() - self.report.begun)
-            self.report.attempt(name, 20.0, partial(stock_rows, self.args, compiled, left_s))
-
     def experts(self) -> None:
         if True not in self.nets:
             return
@@ -266,9 +228,10 @@ class Session:
             self.report.attempt(f"denoise loop, B={batch}, by precision of the expert", 3.0, run)
 
     def overlap(self) -> None:
-        for plan in OVERLAP_PLANS if self.device.type == "cuda" else OVERLAP_PLANS[:2]:
-            for fp8 in (False, True):
-                run = partial(overlap_row, self.model, self.args.device, self.chip, plan, 0.8)
+        seconds = SHORT_S if self.device.type == "cuda" else 0.4
+        for plan, ways in OVERLAP_PLANS.items():
+            for fp8, rates in ways.items():
+                run = partial(overlap_row, self.model, self.args.device, self.chip, plan, rates, seconds)
                 self.attempt(f"two robots, {'FP8' if fp8 else 'bf16'}: {plan}", 5.0, fp8, run)
 
 
@@ -281,18 +244,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", default=PARTS[:-1], choices=PARTS, help="in this order; nothing of this process after profiles"
     )
-    parser.add_argument("--compile", action="store_true", help="stock torch also compiled, B=1; takes minutes")
     parser.add_argument("--profile-all", action="store_true", help="profile rows that meet their target, too")
-    parser.add_argument("--stock", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     args.small |= args.device == "cpu"
-    if args.stock:
-        stock(torch.device(args.device), args.small, args.compile, args.stock)
-        return
     session = Session(args)
     for part in args.parts:
         getattr(session, part)()

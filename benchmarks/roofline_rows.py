@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pi05_misses import missed_by, named
+from pi05_table import ROWS
 
 Result = dict[str, Any]
 Parts = Mapping[str, Result]
@@ -54,9 +55,8 @@ def _ratio(others: Mapping[str, float | None], took: float | None) -> Result:
 def _pi05(parts: Parts) -> list[Result]:
     """Rows of one to 32 robots."""
     made = []
-    for name, row in _rows(parts, "pi05").items():
-        if "must_ms" not in row or "floor_ms" not in row:
-            continue
+    for target in ROWS:
+        name, row = target.name, _rows(parts, "pi05").get(target.name, {})
         plain = name.rsplit(", ", 1)[0]
         took = row.get("p50_ms")
         stock = [_rows(parts, "stock").get(f"{plain}{how}", {}).get("p50_ms") for how in ("", ", compiled")]
@@ -66,10 +66,11 @@ def _pi05(parts: Parts) -> list[Result]:
             "PhyAI": _rows(parts, "phyai").get(plain, {}).get("p50_ms"),
         }
         why = row.get("missed_by")
-        about = {"floor": row["floor_ms"], "ratios": _ratio(others, took), "why": _of_calls(why) if why else row.get("error")}
+        floor = round(sum(target.floors), 2)
+        about = {"floor": floor, "ratios": _ratio(others, took), "why": _of_calls(why) if why else row.get("error")}
         if "p99_met" in row:
             about |= {"p99_over_p50_ms": row["p99_over_p50_ms"], "p99_met": row["p99_met"]}
-        made.append(_row(f"pi0.5 {name}", "ms", row["must_ms"], row["stretch_ms"], took, **about))
+        made.append(_row(f"pi0.5 {name}", "ms", target.must, target.stretch, took, **about))
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pi05_misses import markdown, missed_by
+from pi05_misses import missed_by, named
 
 
 def row(mhz: float) -> dict[str, object]:
@@ -47,11 +47,6 @@ def test_kernels_that_overlap_count_for_their_share() -> None:
     assert product["ms"] == pytest.approx(1.5 * 2 * 0.5)
 
 
-def test_the_table_names_met_and_missed_rows() -> None:
-    missed, met = row(1485.0), row(1980.0) | {"must_ms": 5.0, "met": True}
-    missed["missed_by"] = missed_by(missed)
-    text = markdown({"rows": {"B=1": missed, "B=4": met, "other": {"seconds": 1.0}}})
-    furthest = "norm 8x2 +0.60 (4.00); product 8x4x2 +0.33 (1.12); "
-    assert f"| B=1 | 3 | 4.00 | 2.2 | 0.7 (1485 MHz) | 1.1: prefix 1.1 | {furthest}" in text
-    assert "| B=4 | 5 | 4.00 | 2.2 | | | met |" in text
-    assert "other" not in text
+def test_a_call_is_named_with_what_it_takes_above_its_floor() -> None:
+    calls = missed_by(row(1485.0))["calls"]
+    assert [named(call) for call in calls] == ["norm 8x2 +0.60 (4.00)", "product 8x4x2 +0.33 (1.12)", "aten::copy_ 0.10"]
