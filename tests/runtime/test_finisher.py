@@ -54,6 +54,48 @@ def test_a_helper_whose_chunk_another_has_finished_does_not_wait_for_the_next_on
     assert [stream for stream, _ in told] == [1, 2]
 
 
+class Later(Stamp):
+    """A point that the device reaches when it is told."""
+
+    __slots__ = ("_reached",)
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE)
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def wait(self) -> None:
+        assert self._reached.wait(20)
+
+
+def test_a_helper_gets_its_chunk_while_the_one_that_finished_it_waits_for_the_next() -> None:
+    told: list[int] = []
+    begun = threading.Event()
+    finisher = Finisher(lambda flow, passage: told.append(flow.stream))
+    ends = [Later(), Later()]
+    for stream, end in enumerate(ends):
+        finisher.put([left(stream)], None, end)
+
+    def after_both() -> bool:
+        begun.set()
+        return len(told) == 2
+
+    first = threading.Thread(target=finisher.help, args=(after_both,))
+    first.start()
+    assert begun.wait(20)
+    second = threading.Thread(target=finisher.help, args=(lambda: bool(told),))
+    second.start()
+    second.join(0.05)  # it stands behind the first helper now, who waits for the chunk of the second
+    ends[0].reach()
+    second.join(5)
+    assert (second.is_alive(), told) == (False, [0])
+    ends[1].reach()
+    first.join(20)
+    assert told == [0, 1]
+
+
 def test_what_nobody_waits_for_is_finished_by_the_finishers_own_thread() -> None:
     told = threading.Event()
     finisher = Finisher(lambda flow, passage: told.set())

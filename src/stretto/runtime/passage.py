@@ -57,7 +57,9 @@ class Finisher:
         self._passed, self._clock, self._together = passed, clock, together
         self._items: deque[tuple[Sequence[Flow], Mapping[str, np.ndarray] | None, Stamp]] = deque()
         self._wake = threading.Condition(threading.Lock())
-        self._turn = threading.Lock()
+        self._turn = threading.Condition(threading.Lock())
+        self._busy = False
+        """Whether a thread waits for the device, or hands over what it waited for. Guarded by `_turn`."""
         self._helpers = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
@@ -114,18 +116,27 @@ class Finisher:
     def _finish_next(self, done: Callable[[], bool]) -> bool:
         """Finish the oldest batch; False if there is none, or if `done` by the time that it is this thread's turn."""
         with self._turn:
+            # Not a lock: another thread may finish what this one waits for and go on to the next, for as long as that takes.
+            while self._busy and not done():
+                self._turn.wait()
             if done():
                 return False
             try:
                 flows, outputs, stamp = self._items.popleft()
             except IndexError:
                 return False
+            self._busy = True
+        try:
             stamp.wait()
             with self._together() if len(flows) > 1 else nullcontext():
                 for i, flow in enumerate(flows):
                     mine = None if outputs is None else {name: rows[i, ...].copy() for name, rows in outputs.items()}
                     self._passed(flow, self._passage(flow, mine, stamp))
-            return True
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+        return True
 
     def _passage(self, flow: Flow, outputs: Mapping[str, np.ndarray] | None, stamp: Stamp) -> Passage:
         here = flow.placements[flow.at - len(flow.spans) : flow.at]
