@@ -201,9 +201,10 @@ def rows(args: argparse.Namespace, device: torch.device, batches: Sequence[int])
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     with torch.inference_mode():
-        for compiled in (True,) if args.compile_only else (device.type == "cuda", False)[device.type != "cuda" :]:
-            model.run_on(StockNet(model.module, compiled=compiled))  # type: ignore[arg-type]
-            for batch in batches:
+        for compiled in (True, False):
+            model.run_on(StockNet(model.module, compiled=compiled and device.type == "cuda"))  # type: ignore[arg-type]
+            # Not compiled, the smallest batch is enough to see what compiling gains.
+            for batch in batches if compiled else batches[:1]:
                 if args.compile_only:
                     Runner(model, device, batch, prompt).launch(model.route.whole)
                     continue
@@ -211,6 +212,8 @@ def rows(args: argparse.Namespace, device: torch.device, batches: Sequence[int])
                 keep(name, lambda b=batch: measure(Runner(model, device, b, prompt), chip, sustained=b == 32, share=0.3))  # type: ignore[misc]
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+            if args.compile_only:
+                break
         if not args.compile_only:
             keep("relative difference of actions", lambda: {"of_ours": apart(model, device, compiled=device.type == "cuda")})
     chip.close()
@@ -229,6 +232,8 @@ def main() -> None:
     args.small |= args.device == "cpu"
     if args.ahead:
         ahead(args)
+        if args.compile_only:
+            return
     rows(args, torch.device(args.device), args.batches)
 
 
