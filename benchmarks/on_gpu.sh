@@ -22,7 +22,7 @@ limited() { # name, seconds, command...
 
 # One GPU each.
 part_checks() { limited checks 110 $PY benchmarks/pi05_checks.py --out "$OUT/pi05_checks_h200.json"; }
-part_pi05_table() { limited pi05_table 130 $PY benchmarks/pi05_table.py --out "$OUT/pi05_table_h200.json"; }
+part_table() { limited table 420 $PY benchmarks/roofline_table.py --out "$OUT/roofline_table_h200.json"; } # other engines: --peers
 part_bench() { limited bench 110 $PY -m stretto bench pi0.5 --batch 1,4,8,32 --n 60 --out "$OUT/pi05_h200.json"; }
 part_load() { limited load 150 $PY benchmarks/load.py --out "$OUT/load_h200.json" --traces "$OUT"; }
 part_roofline() { limited roofline 60 $PY benchmarks/roofline_robots.py --model pi0.5 --no-figures --out "$OUT/roofline_h200"; }
