@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,59 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 from host_overhead import feed_of, make, quantiles
+from overlap_plans import CHAIN, TOGETHER, loop_by_chain, plans
 
 from stretto.core.chunk import Chunk
-from stretto.core.plan import Device, Mode, Placement, Plan, overlapped, per_visit, whole
-from stretto.core.route import Route
+from stretto.core.plan import Mode, Plan, overlapped, whole
 from stretto.deploy.provenance import provenance
-from stretto.layers.tuning import choices
 from stretto.models.pi0_fp8 import observed, quantised
 from stretto.runtime.engine import Engine
 
 Inputs = dict[str, np.ndarray]
-TWO = ", a launch each"
-CHAIN = TWO + ", the loop by the chain"
-TOGETHER = "one lane, robots that ask together"
-LOOP = "expert_layers", (1, 50, 18, 1024, 4096, 8, 1, 256, 968), "bfloat16"
-
-
-def parted(plan: Plan, device: str, *sms: int) -> Plan:
-    """Give each lane a part of the device for when the other is at work."""
-    return replace(plan, lane_sms={device: sms}) if device.startswith("cuda") else plan
-
-
-def two_whole(route: Route, device: str, mode: Mode) -> Plan:
-    """Plan the whole route in two lanes, each for streams of its own class."""
-    classes = {str(lane): (Placement(route.whole, device, lane),) for lane in (0, 1)}
-    return Plan("two_whole", (Device(device),), classes, {device: 1}, mode=mode)
-
-
-def catching_up(route: Route, device: str, mode: Mode) -> Plan:
-    """Plan one lane where whoever comes first waits for the other before the loop, which both then run together."""
-    stages = [v.stage for v in route.visits]
-    first = [i for i, stage in enumerate(stages) if i and stage != stages[i - 1]]
-    placements = tuple(Placement(s, device) for s in route.cut(first))
-    plan = Plan("catching_up", (Device(device),), {"default": placements}, {device: 2}, mode=mode)
-    return plan.with_dispatch("fill_first")
-
-
-def plans(route: Route, device: str, mode: Mode, cap: int) -> dict[str, Plan]:
-    """Return the plans to compare, by what they do."""
-    together, apart = (overlapped(route, device, mode=mode, between_visits=visits) for visits in (False, True))
-    return {
-        "one lane, whole route": whole(route, device, mode=mode),
-        "one lane, a batch of two": catching_up(route, device, mode),
-        TOGETHER: whole(route, device, batch_cap=cap, mode=mode),
-        "one lane, batches between visits": per_visit(route, device, batch_cap=cap, mode=mode),
-        "two lanes": overlapped(route, device, mode=mode),
-        "two lanes, batches between visits": overlapped(route, device, batch_cap=cap, mode=mode, between_visits=True),
-        **{
-            f"two lanes, on {a} and {b} multiprocessors{words}": parted(lanes, device, a, b)
-            for a, b in ((80, 52), (88, 44), (96, 36))
-            for words, lanes in ((CHAIN, together), (TWO, together), ("", apart))
-        },
-        "two lanes, whole route in each": two_whole(route, device, mode),
-    }
 
 
 class Load:
@@ -345,21 +301,6 @@ def tried(
         return {"warm_s": warm_s, **measure(engine, feed, want, args, together)}
     finally:
         engine.close()
-
-
-@contextmanager
-def loop_by_chain(plan: Plan) -> Iterator[None]:
-    """Capture inside with the loop by the chain of launches on the second lane's part, whatever its table says."""
-    ((device, sms),) = plan.lane_sms.items() or (("cpu", (0, 0)),)
-    table = choices(torch.device(device), sms[1])
-    known = table.known
-    table.known = {**known, LOOP: {"impl": "chain"}}
-    table.asked.clear()
-    try:
-        yield
-    finally:
-        table.known = known
-        table.asked.clear()
 
 
 if __name__ == "__main__":

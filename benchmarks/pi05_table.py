@@ -26,7 +26,8 @@ from fp8 import calibrate
 from host_overhead import feed_of
 from host_overhead import run as ask
 from nvidia_smi import Chip
-from overlap import TOGETHER, alone, plans, tried
+from overlap import alone, tried
+from overlap_plans import TOGETHER, plans
 from pi05_misses import missed_by
 from pi05_route import Runner, build, measure, profile
 
