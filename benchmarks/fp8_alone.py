@@ -20,8 +20,8 @@ from torch import Tensor
 from stretto.deploy.tune import measured, table_at
 from stretto.layers.kernels.activation import geglu
 from stretto.layers.kernels.fp8_activation import E4M3, geglu_fp8, gelu_tanh_fp8, to_fp8
-from stretto.layers.kernels.fp8_norm import layer_norm_fp8, rms_norm_fp8
-from stretto.layers.kernels.rms_norm import add_rms_norm
+from stretto.layers.kernels.layer_norm import sum_layer_norm
+from stretto.layers.kernels.rms_norm import sum_rms_norm
 from stretto.layers.tuning import device_name
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ def kernels(report: Report, device: str, small: bool) -> None:
         xs, rs, gs = make(m, d), make(m, d, dtype=torch.float32), make(m, 2 * f)
         pairs = list(zip(xs, rs, strict=False))
         cases: dict[str, list[Callable[[], object]]] = {
-            "add_rms_norm": [partial(add_rms_norm, x, r, w, 1e-6) for x, r in pairs],
-            "rms_norm_fp8": [partial(rms_norm_fp8, r, x, w, one, 1e-6) for x, r in pairs],
-            "layer_norm_fp8": [partial(layer_norm_fp8, r, x, w, w, one, 1e-6) for x, r in pairs],
+            "sum_rms_norm": [partial(sum_rms_norm, r, (x,), w, 1e-6) for x, r in pairs],
+            "sum_rms_norm in e4m3": [partial(sum_rms_norm, r, (x,), w, 1e-6, multiplier=one) for x, r in pairs],
+            "sum_layer_norm in e4m3": [partial(sum_layer_norm, r, (x,), w, w, 1e-6, multiplier=one) for x, r in pairs],
             "geglu": [partial(geglu, g) for g in gs],
             "geglu_fp8": [partial(geglu_fp8, g, one) for g in gs],
             "gelu_tanh_fp8": [partial(gelu_tanh_fp8, g, one) for g in gs],

@@ -135,7 +135,7 @@ def cases(batch: int) -> Iterator[Case]:
     yield case("expert prefix_attention", ops.prefix_attention, lambda: expert_attention(b))
     yield simple("prefix rms_norm", ops.rms_norm, lambda: (normal(b, 968, 2048), normal(2048), eps))
     yield simple(
-        "prefix add_rms_norm", ops.add_rms_norm, lambda: (normal(b, 968, 2048), normal(b, 968, 2048), normal(2048), eps)
+        "prefix sum_rms_norm", ops.sum_rms_norm, lambda: (fp32(b, 968, 2048), (normal(b, 968, 2048),), normal(2048), eps)
     )
     yield case("prefix rope_write", ops.rope_write, lambda: rope_write_args(b), (2, 3))
     yield simple("prefix geglu", ops.geglu, lambda: (normal(b, 968, 32768),))
@@ -144,8 +144,8 @@ def cases(batch: int) -> Iterator[Case]:
     yield simple("vision patchify", ops.patchify, lambda: (image(b), 14))
     yield simple("vision layer_norm", ops.layer_norm, lambda: (fp32(3 * b, 256, 1152), *affine(1152), eps), dtype=BF16)
     yield simple(
-        "vision add_layer_norm", ops.add_layer_norm,
-        lambda: (normal(3 * b, 256, 1152), fp32(3 * b, 256, 1152), *affine(1152), eps),
+        "vision sum_layer_norm", ops.sum_layer_norm,
+        lambda: (fp32(3 * b, 256, 1152), (normal(3 * b, 256, 1152),), *affine(1152), eps),
     )  # fmt: skip
     yield simple("vision gelu_tanh", ops.gelu_tanh, lambda: (normal(3 * b, 256, 4304), normal(4304)))
     if b == 1:

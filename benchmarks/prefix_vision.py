@@ -59,7 +59,6 @@ def vision_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:
     yield "fp8_dense", (patches, width, 3 * width, 1), CODED
     yield "fp8_linear_add", (patches, width, width, 1), CODED
     yield "attention", (images, c.tokens_per_camera, c.tokens_per_camera, vision.heads, vision.heads, size, 0), dtype
-    yield "affine_layer_norm", (patches, width, 1), dtype
 
 
 def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator[Wanted]:
@@ -75,7 +74,6 @@ def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator
     yield "fp8_linear_add", (rows, mlp, width, 0), CODED
     yield "fp8_dense", (rows, width, packed + 2 * language.kv_heads * language.head_dim, 0), CODED
     yield "fp8_linear_add", (rows, packed, width, 0), CODED
-    yield "add_rms_norm", (rows, width), dtype
 
 
 def expert_shapes(c: Pi0Config, batch: int, dtype: str) -> Iterator[Wanted]:

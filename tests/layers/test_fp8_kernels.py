@@ -19,9 +19,11 @@ from stretto.layers.kernels.fp8_linear import (
     run_geglu,
     run_gelu,
 )
-from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
+from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8
 from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.layer_norm import sum_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
+from stretto.layers.kernels.rms_norm import sum_rms_norm
 from stretto.layers.kernels.rotate_write import rotate_write
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -87,14 +89,14 @@ def test_plain_norms(shape: tuple[int, ...]) -> None:
     m, width = multiplier(), shape[-1]
     residual, y = normal(*shape, dtype=torch.float32), normal(*shape, seed=1)
     w, b = normal(width, dtype=torch.float32, seed=2), normal(width, dtype=torch.float32, seed=3)
-    for added in (None, y):
-        got, want = rms_norm_fp8.kernel(residual, added, w, m, 1e-6), rms_norm_fp8.reference(residual, added, w, m, 1e-6)
+    for added in ((), (y,), (y, y)):
+        got = sum_rms_norm.kernel(residual, added, w, 1e-6, multiplier=m)
+        want = sum_rms_norm.reference(residual, added, w, 1e-6, multiplier=m)
         agree(got[0], want[0])
-        torch.testing.assert_close(got[1], want[1])
-        got = layer_norm_fp8.kernel(residual, added, w, b, m, 1e-6)
-        want = layer_norm_fp8.reference(residual, added, w, b, m, 1e-6)
+        torch.testing.assert_close(got[1].stored, want[1].stored)
+        got = sum_layer_norm.kernel(residual, added, w, b, 1e-6, multiplier=m, store=False)
+        want = sum_layer_norm.reference(residual, added, w, b, 1e-6, multiplier=m, store=False)
         agree(got[0], want[0])
-        torch.testing.assert_close(got[1], want[1])
 
 
 @kernel_test

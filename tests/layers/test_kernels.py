@@ -14,8 +14,6 @@ from stretto.layers.dispatch import implementation
 from stretto.layers.kernels import (
     Modulation,
     ada_rms_norm,
-    add_layer_norm,
-    add_rms_norm,
     attention,
     gated_add,
     gated_add_ada_rms_norm,
@@ -32,6 +30,8 @@ from stretto.layers.kernels import (
     rope,
     rope_3d,
     rope_write,
+    sum_layer_norm,
+    sum_rms_norm,
 )
 from stretto.layers.kernels.rope_3d import rope_3d_turns
 from stretto.layers.kernels.split_attention import Keys, Tiling, choose_tiling, split_attention
@@ -88,13 +88,37 @@ def test_rms_norm(b: int, t: int, width: int, dtype: torch.dtype, unit_offset: b
 
 
 @few
-@given(batches, token_counts, widths, dtypes, dtypes, seeds)
-def test_add_rms_norm_keeps_the_residual_in_its_own_dtype(
-    b: int, t: int, width: int, dtype: torch.dtype, residual: torch.dtype, seed: int
+@given(batches, token_counts, widths, dtypes, dtypes, st.integers(0, 2), st.booleans(), seeds)
+def test_norms_of_a_stream_of_any_dtype_sum_it_in_fp32(
+    b: int, t: int, width: int, dtype: torch.dtype, residual: torch.dtype, added: int, store: bool, seed: int
 ) -> None:
     draw = Draw(seed, dtype)
-    args = draw.normal(b, t, width), draw.normal(b, t, width, dtype=residual), draw.normal(width), 1e-6
-    agree(add_rms_norm.kernel(*args), add_rms_norm.reference(*args))
+    stored, waiting = draw.normal(b, t, width, dtype=residual), tuple(draw.normal(b, t, width) for _ in range(added))
+    w, bias = draw.normal(width), draw.normal(width)
+    for op, weights in ((sum_rms_norm, (w,)), (sum_layer_norm, (w, bias))):
+        got = op.kernel(stored, waiting, *weights, 1e-6, dtype=dtype, store=store)
+        want = op.reference(stored, waiting, *weights, 1e-6, dtype=dtype, store=store)
+        agree((got[0], got[1].total()), (want[0], want[1].total()))
+        assert len(got[1].added) == (0 if store else added)
+        assert got[1].stored.dtype == (torch.float32 if store and added else residual)
+
+
+@pytest.mark.parametrize("width", [256, 1152, 3200])
+def test_a_stream_that_takes_a_program_several_chunks_or_more_warps(width: int) -> None:
+    draw = Draw(width, torch.bfloat16)
+    args = draw.normal(3, width, dtype=torch.float32), (draw.normal(3, width),) * 2, draw.normal(width)
+    for op, weights in ((sum_rms_norm, ()), (sum_layer_norm, (draw.normal(width),))):
+        got, want = op.kernel(*args, *weights, 1e-6), op.reference(*args, *weights, 1e-6)
+        agree((got[0], got[1].stored), (want[0], want[1].stored))
+
+
+@few
+@given(batches, token_counts, widths, seeds)
+def test_a_stream_of_fewer_axes_is_of_every_group(b: int, t: int, width: int, seed: int) -> None:
+    draw = Draw(seed, torch.bfloat16)
+    args = draw.normal(t, width, dtype=torch.float32), (draw.normal(b, t, width),), draw.normal(width), draw.normal(width)
+    got, want = sum_layer_norm.kernel(*args, 1e-6), sum_layer_norm.reference(*args, 1e-6)
+    agree((got[0], got[1].stored), (want[0], want[1].stored))
 
 
 def modulation_of(draw: Draw, kind: str, b: int, t: int, width: int) -> Modulation:
@@ -141,8 +165,6 @@ def test_layer_norms_with_weights(b: int, t: int, width: int, dtype: torch.dtype
     x, residual, gate = draw.normal(b, t, width), draw.normal(b, t, width, dtype=other), draw.normal(b, 1, width)
     w, bias = draw.normal(width), draw.normal(width)
     agree(layer_norm.kernel(x, w, bias, 1e-6, dtype=other), layer_norm.reference(x, w, bias, 1e-6, dtype=other))
-    agree(add_layer_norm.kernel(x, residual, w, bias, 1e-6), add_layer_norm.reference(x, residual, w, bias, 1e-6))
-    agree(add_layer_norm.kernel(x, residual[0], w, bias, 1e-6), add_layer_norm.reference(x, residual[0], w, bias, 1e-6))
     args = residual, x, gate, w, bias, 1e-6
     agree(gated_add_layer_norm.kernel(*args), gated_add_layer_norm.reference(*args))
 

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_layer_norm, linear_rope
+from stretto.layers.kernels import gemm, linear_ada_rms_norm, linear_rope
 from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import attention, prefix_attention
 from stretto.layers.kernels.fp8_activation import to_fp8
-from stretto.layers.kernels.layer_norm import add_layer_norm, launch_affine
 from stretto.layers.kernels.linear_activation import linear_geglu, linear_gelu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
-from stretto.layers.kernels.linear_layer_norm import linear_add_layer_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.prefix_layout import prefix_layout
 from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.tma_attention import Tiling, takes, tma_attention
 
@@ -77,30 +76,6 @@ def test_a_rotary_table_far_into_a_prefix() -> None:
     assert rotary_table.kernel is not None
     for got, want in zip(rotary_table.kernel(positions, 32, 1e4), rotary_table.reference(positions, 32, 1e4), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
-
-
-@kernel_test
-@pytest.mark.parametrize(("rows", "width"), [(1, 24), (5, 40), (9, 72)])
-@pytest.mark.parametrize("choice", [{"rows": 1, "warps": 4}, {"rows": 4, "warps": 2}])
-def test_a_layer_norm_of_several_rows_a_program(rows: int, width: int, choice: dict[str, int]) -> None:
-    x, residual, weight, bias = normal(rows, width), normal(rows, width, seed=1).float(), normal(width), normal(width, seed=2)
-    out, total = torch.empty_like(x), torch.empty_like(residual)
-    launch_affine(choice, residual, x, weight, bias, 1e-6, out, total)
-    want, sums = add_layer_norm.reference(x, residual, weight, bias, 1e-6)
-    agree(out, want)
-    agree(total, sums)
-
-
-@kernel_test
-@pytest.mark.parametrize("splits", [1, 2, 3])
-def test_a_product_split_over_its_inner_width_is_summed_by_the_norm_after_it(splits: int) -> None:
-    x, weight, bias = normal(2, 35, 200), normal(72, 200, seed=1) / 14, normal(72, seed=2)
-    residual, norm = normal(2, 35, 72, seed=3).float(), normal(2, 72, seed=4).float()
-    choice = {**SMALL.config, "splits": splits}
-    got = linear_layer_norm.run(choice, x, weight, bias, residual, norm[0], norm[1])
-    want = linear_add_layer_norm.reference(x, weight, bias, residual, norm[0], norm[1], 1e-6)
-    for a, b in zip(got, want, strict=True):
-        agree(a, b)
 
 
 @kernel_test
@@ -252,3 +227,17 @@ def test_references_of_fused_layers_are_their_parts_in_turn() -> None:
         linear_geglu(x, weight), torch.nn.functional.gelu(both[..., :12], approximate="tanh") * both[..., 12:]
     )
     torch.testing.assert_close(linear_gelu(x, weight, bias), torch.nn.functional.gelu(both + bias, approximate="tanh"))
+
+
+@kernel_test
+def test_a_prefix_is_laid_out_by_its_cameras_and_its_words() -> None:
+    cameras = torch.tensor([[True, False, True], [False, True, True]], device=DEVICE)
+    count = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE)
+    got, want = prefix_layout(cameras, count, 4, 5), prefix_layout.reference(cameras, count, 4, 5)
+    kernel = prefix_layout.kernel(cameras, count, 4, 5)
+    for a, b, c in zip(got, want, kernel, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(c, b)
+        assert c.dtype == b.dtype
+    assert want.start_B.tolist() == [11, 8]
+    assert want.length_B.tolist() == [15, 12]

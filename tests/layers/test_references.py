@@ -16,8 +16,6 @@ from stretto.layers.dispatch import FusedOp, implementation, triton_runs_on, why
 from stretto.layers.kernels import (
     Modulation,
     ada_rms_norm,
-    add_layer_norm,
-    add_rms_norm,
     attention,
     gated_add,
     gated_add_ada_rms_norm,
@@ -32,6 +30,8 @@ from stretto.layers.kernels import (
     rope,
     rope_3d,
     rope_write,
+    sum_layer_norm,
+    sum_rms_norm,
 )
 from stretto.layers.linear import FusedLinear
 
@@ -69,11 +69,23 @@ def test_norms_of_bf16_are_computed_in_fp32() -> None:
 
 def test_the_residual_sum_is_returned_beside_its_norm() -> None:
     x, residual, w = torch.randn(B, T, D).bfloat16(), torch.randn(B, T, D), torch.randn(D)
-    normed, total = add_rms_norm(x, residual, w, 1e-6)
-    close(total, x.float() + residual)
-    close(normed.double(), rms64(total) * (1 + w.double()), atol=2e-2, rtol=2e-2)
-    normed, total = add_layer_norm(x, residual, w, w, 1e-6)
-    assert (normed.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    normed, stream = sum_rms_norm(residual, (x,), w, 1e-6)
+    assert not stream.added
+    close(stream.stored, x.float() + residual)
+    close(normed.double(), rms64(stream.stored) * (1 + w.double()), atol=2e-2, rtol=2e-2)
+    normed, stream = sum_layer_norm(residual, (x,), w, w, 1e-6)
+    assert (normed.dtype, stream.stored.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_sum_that_is_stored_later_is_the_same_sum() -> None:
+    first, second, residual, w = *torch.randn(2, B, T, D).bfloat16(), torch.randn(B, T, D), torch.randn(D)
+    normed, stream = sum_rms_norm(residual, (first,), w, 1e-6)
+    again, waiting = sum_rms_norm(residual, (first,), w, 1e-6, store=False)
+    assert torch.equal(again, normed)
+    assert waiting.stored is residual
+    want, got = sum_rms_norm(*stream.plus(second), w, 1e-6), sum_rms_norm(*waiting.plus(second), w, 1e-6)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1].stored, want[1].stored)
 
 
 def test_every_row_takes_its_own_line_of_a_modulation_table() -> None:

@@ -138,8 +138,6 @@ def test_merging_replaces_what_was_measured_again_and_keeps_the_rest() -> None:
 
 SHAPES = {
     "dense": (968, 16384, 2048, 0),
-    "affine_layer_norm": (768, 1152, 1),
-    "add_rms_norm": (968, 2048),
     "linear_add_layer_norm": (768, 4304, 1152),
     "linear_geglu": (968, 2048, 16384),
     "folded_geglu": (400, 1024, 4096),

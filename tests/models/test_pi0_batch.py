@@ -28,11 +28,11 @@ def keys_and_values(net: Pi0Net | Fp8Net, inputs: dict[str, Tensor], count: int,
     """Return what the first `count` robots keep of their prefix."""
     images, image_mask, tokens, lengths = (inputs[n][:count] for n in ("images", "image_mask", "tokens", "token_count"))
     language = net.config.language
-    mask_BP, _, _ = net.prefix_layout(image_mask, lengths, prompt)
-    shape = (count, language.depth, mask_BP.shape[1], language.kv_heads, language.head_dim)
+    layout = net.prefix_layout(image_mask, lengths, prompt)
+    shape = (count, language.depth, layout.mask_BP.shape[1], language.kv_heads, language.head_dim)
     arenas = torch.zeros(2, *shape, dtype=net.dtype, device="cuda")
     arena = PrefixArena(arenas[0], arenas[1], torch.arange(count, device="cuda"))
-    net.prefix(net.vision(images), tokens[:, :prompt], mask_BP, arena)
+    net.prefix(net.vision(images), tokens[:, :prompt], layout, arena)
     return arenas
 
 

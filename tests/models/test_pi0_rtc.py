@@ -151,11 +151,11 @@ class Expert:
             self.net.prefix(
                 self.net.vision(inputs["images"]),
                 inputs["tokens"],
-                layout[0],
+                layout,
                 lambda layer, k, v: (keys.append(k), values.append(v)),
             )
-        slots = torch.arange(len(layout[0]))
-        self.prefix = PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots, *layout)
+        slots = torch.arange(len(layout.mask_BP))
+        self.prefix = PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots, *layout[:3])
         self.state = inputs.get("state")
 
     def _velocity(self, x: Tensor, t: Tensor) -> Tensor:

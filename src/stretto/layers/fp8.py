@@ -27,9 +27,10 @@ from stretto.layers.kernels.coded_attention import attention_fp8, prefix_attenti
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
 from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
 from stretto.layers.kernels.fp8_linear_add import fp8_linear_add
-from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8, layer_norm_fp8, rms_norm_fp8
-from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
-from stretto.layers.kernels.rms_norm import add_rms_norm, rms_norm
+from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8
+from stretto.layers.kernels.layer_norm import sum_layer_norm
+from stretto.layers.kernels.rms_norm import sum_rms_norm
+from stretto.layers.kernels.sum_norm import Stream
 
 HEADROOM = 2.0
 """How much larger than in calibration an input may become before it is cut. One binary order of magnitude of e4m3's fifteen."""
@@ -39,13 +40,13 @@ ALIGNMENT = 16
 class Reader(Protocol):
     """A linear layer that says how it wants its input written: first one of the named ways, then the product."""
 
-    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (input, residual + y); the input is the RMSNorm, with factor 1 + w, of the sum."""
+    def rms_normed(self, stream: Stream, weight_D: Tensor, eps: float, *, store: bool = True) -> tuple[Tensor, Stream]:
+        """Return (input, stream), as `sum_rms_norm`; the input is the RMSNorm, with factor 1 + w, of the stream's sum."""
         ...
 
     def layer_normed(
-        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
+        self, stream: Stream, weight_D: Tensor, bias_D: Tensor, eps: float, *, store: bool = True
+    ) -> tuple[Tensor, Stream]: ...
     def ada_normed(
         self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
     ) -> tuple[Tensor, Tensor]: ...
@@ -63,8 +64,8 @@ class Reader(Protocol):
         """Return attention over the keys of a slot, [B, T, H d]."""
         ...
 
-    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (residual + product, None), or (residual, product), as the norm behind takes either."""
+    def onto(self, stream: Stream, x: Tensor) -> Stream:
+        """Return the stream with the product: added to what is stored, or beside it; the norm behind takes either."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -111,13 +112,13 @@ class Fp8Linear:
     def nbytes(self) -> int:
         return self.codes_NK.nbytes
 
-    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rms_norm_fp8(residual, y, weight_D, self.multiplier, eps)
+    def rms_normed(self, stream: Stream, weight_D: Tensor, eps: float, *, store: bool = True) -> tuple[Tensor, Stream]:
+        return sum_rms_norm(*stream, weight_D, eps, multiplier=self.multiplier, store=store)
 
     def layer_normed(
-        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return layer_norm_fp8(residual, y, weight_D, bias_D, self.multiplier, eps)
+        self, stream: Stream, weight_D: Tensor, bias_D: Tensor, eps: float, *, store: bool = True
+    ) -> tuple[Tensor, Stream]:
+        return sum_layer_norm(*stream, weight_D, bias_D, eps, multiplier=self.multiplier, store=store)
 
     def ada_normed(
         self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
@@ -143,8 +144,8 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
 
-    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return fp8_linear_add(x, self.codes_NK, self.bias_N, self.scales, residual, self.weight_NK.dtype)
+    def onto(self, stream: Stream, x: Tensor) -> Stream:
+        return fp8_linear_add(x, self.codes_NK, self.bias_N, self.scales, stream, self.weight_NK.dtype)
 
 
 class ObservedLinear:
@@ -159,17 +160,13 @@ class ObservedLinear:
         """Forget what was seen: it was of other weights."""
         self.largest.zero_()
 
-    def rms_normed(self, residual: Tensor, y: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if y is None:
-            return rms_norm(residual, weight_D, eps).to(self.dtype), residual
-        return add_rms_norm(y, residual, weight_D, eps)
+    def rms_normed(self, stream: Stream, weight_D: Tensor, eps: float, *, store: bool = True) -> tuple[Tensor, Stream]:
+        return sum_rms_norm(*stream, weight_D, eps, dtype=self.dtype, store=store)
 
     def layer_normed(
-        self, residual: Tensor, y: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if y is None:
-            return layer_norm(residual, weight_D, bias_D, eps, dtype=self.dtype), residual
-        return add_layer_norm(y, residual, weight_D, bias_D, eps)
+        self, stream: Stream, weight_D: Tensor, bias_D: Tensor, eps: float, *, store: bool = True
+    ) -> tuple[Tensor, Stream]:
+        return sum_layer_norm(*stream, weight_D, bias_D, eps, dtype=self.dtype, store=store)
 
     def ada_normed(
         self, residual: Tensor, y: Tensor | None, gated_by: Modulation | None, normed_by: Modulation, eps: float
@@ -197,8 +194,8 @@ class ObservedLinear:
         torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)
         return linear(x, self.weight_NK, self.bias_N)
 
-    def onto(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return residual, self(x)
+    def onto(self, stream: Stream, x: Tensor) -> Stream:
+        return stream.plus(self(x))
 
 
 def _check_shape(name: str, weight_NK: Tensor) -> None:

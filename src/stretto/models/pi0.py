@@ -62,12 +62,13 @@ class PrefixStage:
     @torch.no_grad()
     def run(self, rows: Rows) -> None:
         tokens_BL = rows.get("tokens")
-        mask_BP, length_B, start_B = self.net.prefix_layout(rows.get("image_mask"), rows.get("token_count"), tokens_BL.shape[1])
+        layout = self.net.prefix_layout(rows.get("image_mask"), rows.get("token_count"), tokens_BL.shape[1])
         arena = PrefixArena(rows.arena("prefix_k"), rows.arena("prefix_v"), rows.slots_B)
-        self.net.prefix(rows.get("image_tokens"), tokens_BL, mask_BP, arena)
-        rows.put("prefix_mask", pad(mask_BP, (0, arena.k_SNPKd.shape[2] - mask_BP.shape[1])))
-        rows.put("prefix_length", length_B)
-        rows.put("suffix_start", start_B)
+        self.net.prefix(rows.get("image_tokens"), tokens_BL, layout, arena)
+        missing = arena.k_SNPKd.shape[2] - layout.mask_BP.shape[1]
+        rows.put("prefix_mask", pad(layout.mask_BP, (0, missing)) if missing else layout.mask_BP)
+        rows.put("prefix_length", layout.length_B)
+        rows.put("suffix_start", layout.start_B)
 
 
 class Pi0Model:

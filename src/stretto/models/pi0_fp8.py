@@ -19,10 +19,12 @@ from stretto.core.errors import ConfigError
 from stretto.layers.cuda.chain import Coded, Weights
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
-from stretto.layers.kernels.layer_norm import add_layer_norm, layer_norm
+from stretto.layers.kernels.layer_norm import sum_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
+from stretto.layers.kernels.prefix_layout import PrefixLayout
 from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.rotate_write import rotate_write
+from stretto.layers.kernels.sum_norm import Stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_expert import ExpertNorms, GemmaBlock
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
@@ -76,7 +78,7 @@ class Fp8Net:
             for line, its in zip(self.coded.scales_L6, self._expert, strict=True):
                 line.copy_(torch.stack(_scales(its)))
 
-    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> PrefixLayout:
         return self.net.prefix_layout(image_mask_BC, token_count_B, prompt)
 
     def tabled(self, steps_B: Tensor) -> Condition:
@@ -87,41 +89,38 @@ class Fp8Net:
         tower, eps = self.net.vision, self.net.vision.eps
         blocks = [b for b in tower.blocks if isinstance(b, VisionBlock)]
         readers = self._vision
-        x = tower.patches(images_BCRR3)
-        residual = x.float() + tower.position
         first = blocks[0].norm1
-        x, residual = readers[0].qkv.layer_normed(residual, None, first.weight, first.bias, eps)
+        # Positions are a stream of fewer axes: of every camera.
+        stream = Stream(tower.position, (tower.patches(images_BCRR3),))
+        x, stream = readers[0].qkv.layer_normed(stream, first.weight, first.bias, eps)
         for i, (block, its) in enumerate(zip(blocks, readers, strict=True)):
             qkv = its.qkv(x)
             q, k, v = qkv.view(*qkv.shape[:-1], 3, block.heads, -1).unbind(2)
-            residual, y = its.out.onto(residual, its.out.attended(q, k, v))
-            x, residual = its.up.layer_normed(residual, y, block.norm2.weight, block.norm2.bias, eps)
-            residual, y = its.down.onto(residual, its.down.gelu_of(its.up, x))
+            stream = its.out.onto(stream, its.out.attended(q, k, v))
+            x, stream = its.up.layer_normed(stream, block.norm2.weight, block.norm2.bias, eps, store=False)
+            stream = its.down.onto(stream, its.down.gelu_of(its.up, x))
             if i + 1 < len(blocks):
                 after = blocks[i + 1].norm1
-                x, residual = readers[i + 1].qkv.layer_normed(residual, y, after.weight, after.bias, eps)
-        last = tower.norm
-        if y is None:
-            x = layer_norm(residual, last.weight, last.bias, eps, dtype=self.dtype)
-        else:
-            x, _ = add_layer_norm(y, residual, last.weight, last.bias, eps)
+                x, stream = readers[i + 1].qkv.layer_normed(stream, after.weight, after.bias, eps)
+        x, _ = sum_layer_norm(*stream, tower.norm.weight, tower.norm.bias, eps, dtype=self.dtype, store=False)
         tokens: Tensor = tower.project(x)
         return tokens.reshape(images_BCRR3.shape[0], -1, tokens.shape[-1])
 
-    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
+    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, layout: PrefixLayout, arena: PrefixArena) -> None:
         """Write keys and values of every layer to the arena, as `Prefix`."""
         prefix, eps, dims = self.net.prefix, self.net.prefix.eps, self.config.language
-        residual = prefix_stream(image_tokens_BID, tokens_BL, prefix.embed)
-        table = rotary_table(mask_BP.cumsum(-1) - 1, dims.head_dim, self.config.rope_theta)
+        stream = Stream(prefix_stream(image_tokens_BID, tokens_BL, prefix.embed))
+        mask_BP = layout.mask_BP
+        table = rotary_table(layout.positions_BP, dims.head_dim, self.config.rope_theta)
         takers = [*(its.qkv for its in self._prefix), self._last_kv]
-        x, residual = takers[0].rms_normed(residual, None, prefix.attention_norms[0], eps)
+        x, stream = takers[0].rms_normed(stream, prefix.attention_norms[0], eps)
         for i, its in enumerate(self._prefix):
             k, v = arena.layer(i, mask_BP.shape[1])
             q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
-            residual, y = its.out.onto(residual, its.out.prefix_attended(q, k, v, arena.slots_B, mask_BP))
-            x, residual = its.up.rms_normed(residual, y, prefix.mlp_norms[i], eps)
-            residual, y = its.down.onto(residual, its.down.geglu_of(its.up, x))
-            x, residual = takers[i + 1].rms_normed(residual, y, prefix.attention_norms[i + 1], eps)
+            stream = its.out.onto(stream, its.out.prefix_attended(q, k, v, arena.slots_B, mask_BP))
+            x, stream = its.up.rms_normed(stream, prefix.mlp_norms[i], eps, store=False)
+            stream = its.down.onto(stream, its.down.geglu_of(its.up, x))
+            x, stream = takers[i + 1].rms_normed(stream, prefix.attention_norms[i + 1], eps)
         rotate_write(self._last_kv(x), table, *arena.layer(len(self._prefix), mask_BP.shape[1]), arena.slots_B, heads=0)
 
     def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:

@@ -25,10 +25,12 @@ from stretto.layers.kernels.fold import ShiftLines, shifted_products
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_rms_norm import linear_add_rms_norm
 from stretto.layers.kernels.linear_rope import linear_rope_write, rotary_table
+from stretto.layers.kernels.prefix_layout import PrefixLayout, prefix_layout
 from stretto.layers.kernels.prefix_stream import prefix_stream
-from stretto.layers.kernels.rms_norm import rms_norm
+from stretto.layers.kernels.rms_norm import sum_rms_norm
 from stretto.layers.kernels.stream import open_stream
 from stretto.layers.kernels.stream_ends import enter_stream, leave_stream
+from stretto.layers.kernels.sum_norm import Stream
 from stretto.layers.linear import FusedLinear
 from stretto.models.pi0_config import Pi0Config
 from stretto.models.pi0_expert import Expert, ExpertNorms, GemmaBlock, RunExpert
@@ -85,13 +87,13 @@ class Prefix(nn.Module):
         self.attention_norms = nn.ParameterList(torch.empty(dims.width) for _ in range(dims.depth))
         self.mlp_norms = nn.ParameterList(torch.empty(dims.width) for _ in range(dims.depth - 1))
 
-    def forward(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, keep: KeepKV) -> None:
-        # The sum over layers is kept in fp32: rounding it to bf16 is most of what differs between batch sizes.
-        residual = prefix_stream(image_tokens_BID, tokens_BL, self.embed)
-        positions_BP = mask_BP.cumsum(-1) - 1
+    def forward(self, image_tokens_BID: Tensor, tokens_BL: Tensor, layout: PrefixLayout, keep: KeepKV) -> None:
+        # Sums over layers are in fp32: rounding them to bf16 is most of what would differ between batch sizes.
+        stream = Stream(prefix_stream(image_tokens_BID, tokens_BL, self.embed))
+        mask_BP, positions_BP = layout.mask_BP, layout.positions_BP
         blocks = [b for b in self.blocks if isinstance(b, GemmaBlock)]
         table = rotary_table(positions_BP, blocks[0].dims.head_dim, blocks[0].theta)
-        x = rms_norm(residual, self.attention_norms[0], self.eps, dtype=self.embed.dtype)
+        x, _ = sum_rms_norm(*stream, self.attention_norms[0], self.eps, dtype=self.embed.dtype)
         for i, block in enumerate(blocks):
             last = i == len(blocks) - 1
             if isinstance(keep, PrefixArena):
@@ -104,9 +106,10 @@ class Prefix(nn.Module):
                 attended = q if last else attention(q, k, v, key_mask_BN=mask_BP)
             if last:
                 break
-            x, residual = linear_add_rms_norm(attended.flatten(2), block.out.weight, residual, self.mlp_norms[i], self.eps)
+            attended, norm = attended.flatten(2), self.mlp_norms[i]
+            x, stream = linear_add_rms_norm(attended, block.out.weight, *stream, norm, self.eps, store=False)
             y, norm = linear_geglu(x, block.gate_up.weight), self.attention_norms[i + 1]
-            x, residual = linear_add_rms_norm(y, block.down.weight, residual, norm, self.eps)
+            x, stream = linear_add_rms_norm(y, block.down.weight, *stream, norm, self.eps)
 
 
 class TimeCondition(nn.Module):
@@ -195,12 +198,9 @@ class Pi0Net(nn.Module):
     def _shifts(self) -> tuple[Tensor, ...]:
         return (self.qkv_shifts, self.gate_up_shifts) if self.config.family == "pi05" else ()
 
-    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mask_BP, length_B int32, suffix_start_B int32) for prompts padded to `prompt` tokens."""
-        images_BI = image_mask_BC.repeat_interleave(self.config.tokens_per_camera, dim=1)
-        text_BL = torch.arange(prompt, device=token_count_B.device) < token_count_B[:, None]
-        mask_BP = torch.cat((images_BI, text_BL), dim=1)
-        return mask_BP, token_count_B.int() + images_BI.shape[1], mask_BP.sum(-1, dtype=torch.int32)
+    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> PrefixLayout:
+        """Return where tokens of prompts padded to `prompt` tokens and of their images stand."""
+        return prefix_layout(image_mask_BC, token_count_B, self.config.tokens_per_camera, prompt)
 
     def velocity(
         self,
@@ -294,9 +294,9 @@ class Pi0Net(nn.Module):
             values.append(v_BPKd)
 
         layout = self.prefix_layout(image_mask_BC, token_count_B, tokens_BL.shape[1])
-        self.prefix(self.vision(images_BCRR3), tokens_BL, layout[0], keep)
+        self.prefix(self.vision(images_BCRR3), tokens_BL, layout, keep)
         slots_B = torch.arange(x_BHA.shape[0], device=x_BHA.device)
-        prefix = PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots_B, *layout)
+        prefix = PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots_B, *layout[:3])
         return self.velocity(x_BHA, self.time(t), prefix, state_BW)
 
 

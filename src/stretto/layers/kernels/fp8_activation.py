@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.activation import geglu_reference, gelu_tanh_of, gelu_tanh_reference
-from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
+from stretto.layers.kernels.language import ON_CHIP, block_of, cdiv, jit, tl, warps_of
 from stretto.layers.kernels.overlap import await_inputs, passes_early
 
 E4M3 = torch.float8_e4m3fn
@@ -49,12 +49,18 @@ def gelu_tanh_fp8_reference(x: Tensor, multiplier: Tensor) -> Tensor:
 
 
 @jit
+def to_codes(value: tl.tensor) -> tl.tensor:
+    """Return fp32 values in e4m3; what is out of range becomes the largest value, as the chip's own rounding has it."""
+    if not ON_CHIP:
+        # Two selects instead of min and max, which would lose a NaN.
+        value = tl.where(value > 448.0, 448.0, value)
+        value = tl.where(value < -448.0, -448.0, value)
+    return value.to(tl.float8e4nv)
+
+
+@jit
 def store_fp8(at: tl.tensor, value: tl.tensor, multiplier: tl.tensor, inside: tl.tensor) -> None:
-    value *= tl.load(multiplier)
-    # Two selects instead of min and max, which would lose a NaN.
-    value = tl.where(value > 448.0, 448.0, value)
-    value = tl.where(value < -448.0, -448.0, value)
-    tl.store(at, value.to(tl.float8e4nv), mask=inside)
+    tl.store(at, to_codes(value * tl.load(multiplier)), mask=inside)
 
 
 @jit

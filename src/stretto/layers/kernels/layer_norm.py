@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
-from stretto.layers.kernels.language import block_of, cdiv, jit, tl, warps_of
-from stretto.layers.kernels.overlap import await_inputs, passes_early
-from stretto.layers.tuning import Config, Key, Tunable, tuned
+from stretto.layers.kernels.fp8_activation import to_fp8_reference
+from stretto.layers.kernels.language import block_of, jit, tl, warps_of
+from stretto.layers.kernels.sum_norm import Stream, norm, takes
 
 
 def layer_norm_reference(
@@ -23,15 +23,24 @@ def layer_norm_reference(
     return normed.to(dtype or x.dtype)
 
 
-def add_layer_norm_reference(
-    x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(x + residual) in x's dtype, x + residual in the residual's dtype).
-
-    A residual of fewer axes than x is added to every group of that many rows.
-    """
-    total = (x.float() + residual.float()).to(residual.dtype)
-    return layer_norm_reference(total, weight_D, bias_D, eps, dtype=x.dtype), total
+def sum_layer_norm_reference(
+    stored: Tensor,
+    added: tuple[Tensor, ...],
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    multiplier: Tensor | None = None,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
+    """Return (layer norm of stored + added, the stream), as `sum_rms_norm` does."""
+    stream = Stream(stored, added)
+    total = stream.total()
+    left = Stream(total) if store and added else stream
+    if multiplier is None:
+        return layer_norm_reference(total, weight_D, bias_D, eps, dtype=dtype), left
+    return to_fp8_reference(layer_norm_reference(total.float(), weight_D, bias_D, eps), multiplier), left
 
 
 def modulated_layer_norm_reference(
@@ -131,58 +140,22 @@ def _layer_norm_kernel(
         tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
 
 
-@jit
-def _affine_layer_norm_kernel(
-    x: tl.tensor,
-    y: tl.tensor,
-    y_bias: tl.tensor,
-    out: tl.tensor,
-    total: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    rows: tl.tensor,
-    period: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    ADD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    await_inputs(OVERLAP)
-    column = tl.arange(0, BLOCK)[None, :]
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    inside = (column < width) & (row < rows)
-    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    offset = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
-    at = row * width + column
-    value = tl.load(x + row % period * width + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            added += tl.load(y + split * rows.to(tl.int64) * width + at, mask=inside, other=0.0).to(tl.float32)
-        if BIASED:
-            added += tl.load(y_bias + column, mask=column < width, other=0.0).to(tl.float32)
-        stored = (value + added).to(total.dtype.element_ty)
-        tl.store(total + at, stored, mask=inside)
-        value = stored.to(tl.float32)
-    centred = tl.where(column < width, value - (tl.sum(value, 1) / width)[:, None], 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
-    tl.store(out + at, (normed * factor + offset).to(out.dtype.element_ty), mask=inside)
-
-
 def layer_norm_triton(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    launch_affine(None, x, None, weight_D, bias_D, eps, out, None)
-    return out
+    return norm(Stream(x), weight_D, bias_D, eps, dtype or x.dtype)[0]
 
 
-def add_layer_norm_triton(x: Tensor, residual: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, total = _empty(x), torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    launch_affine(None, residual, x, weight_D, bias_D, eps, out, total)
-    return out, total
+def sum_layer_norm_triton(
+    stored: Tensor,
+    added: tuple[Tensor, ...],
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    multiplier: Tensor | None = None,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
+    return norm(Stream(stored, added), weight_D, bias_D, eps, dtype, multiplier=multiplier, store=store)
 
 
 def modulated_layer_norm_triton(
@@ -217,58 +190,6 @@ def gated_add_modulated_layer_norm_triton(
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def launch_affine(
-    choice: Config | None,
-    x: Tensor,
-    y: Tensor | None,
-    weight_D: Tensor,
-    bias_D: Tensor,
-    eps: float,
-    out: Tensor,
-    total: Tensor | None,
-    y_bias_D: Tensor | None = None,
-) -> None:
-    """Run the kernel by one choice, by default the measured one. y may be parts [S, M, D] that are summed first."""
-    x, width = x.contiguous(), x.shape[-1]
-    rows, period = out.numel() // width, x.numel() // width
-    splits = 1 if y is None else y.numel() // out.numel()
-    choice = choice or tuned("affine_layer_norm", (rows, width, int(y is not None)), out.dtype, x.device) or _rule(width)
-    early = passes_early(x, rows)
-    _affine_layer_norm_kernel[(cdiv(rows, int(choice["rows"])),)](
-        x, out if y is None else y.contiguous(), out if y_bias_D is None else y_bias_D, out, out if total is None else total,
-        weight_D, bias_D, rows, period, width, eps,
-        ADD=y is not None, SPLITS=splits, BIASED=y_bias_D is not None, ROWS=int(choice["rows"]), BLOCK=block_of(width),
-        OVERLAP=early, num_warps=int(choice["warps"]), launch_pdl=early,
-    )  # fmt: skip
-
-
-def _rule(width: int) -> Config:
-    return {"rows": 1, "warps": max(warps_of(block_of(width)) // 2, 1)}
-
-
-def _candidates(key: Key) -> list[Config]:
-    found: list[Config] = [_rule(key[1])]
-    return found + [
-        {"rows": rows, "warps": warps}
-        for rows in (1, 2, 4)
-        for warps in (2, 4, 8)
-        if found[0] != {"rows": rows, "warps": warps}
-    ]
-
-
-def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, width, _ = key
-    weights = torch.randn(2, width, device=device)
-    x = torch.randn(rows, width, device=device)
-    return x, torch.randn(rows, width, device=device).to(dtype), weights[0], weights[1]
-
-
-def _run(choice: Config | None, residual: Tensor, x: Tensor, weight_D: Tensor, bias_D: Tensor) -> tuple[Tensor, Tensor]:
-    out, total = _empty(x), _empty(residual)
-    launch_affine(choice or _rule(x.shape[-1]), residual, x, weight_D, bias_D, 1e-6, out, total)
-    return out, total
 
 
 def _launch(
@@ -311,9 +232,8 @@ def _addressing(modulation: Tensor | None, stand_in: Tensor) -> tuple[Tensor, in
 
 
 layer_norm = FusedOp(layer_norm_reference, layer_norm_triton)
-add_layer_norm = FusedOp(add_layer_norm_reference, add_layer_norm_triton)
+sum_layer_norm = FusedOp(sum_layer_norm_reference, sum_layer_norm_triton, takes)
 modulated_layer_norm = FusedOp(modulated_layer_norm_reference, modulated_layer_norm_triton)
 gated_add = FusedOp(gated_add_reference, gated_add_triton)
 gated_add_layer_norm = FusedOp(gated_add_layer_norm_reference, gated_add_layer_norm_triton)
 gated_add_modulated_layer_norm = FusedOp(gated_add_modulated_layer_norm_reference, gated_add_modulated_layer_norm_triton)
-TUNABLES = (Tunable("affine_layer_norm", {"rows": (1, 2, 4, 8), "warps": (1, 2, 4, 8, 16)}, _candidates, _inputs, _run),)

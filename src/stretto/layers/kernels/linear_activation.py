@@ -19,6 +19,7 @@ from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.activation import geglu, geglu_into, geglu_reference, gelu_tanh, gelu_tanh_reference
 from stretto.layers.kernels.gemm import Tiling
+from stretto.layers.kernels.sum_norm import Stream
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 # From these on the kernel was faster than cuBLAS and a pass at every size that was measured.
@@ -65,6 +66,29 @@ def run_dense(choice: Config | None, x: Tensor, weight_FK: Tensor, bias_F: Tenso
     if choice["impl"] == "lt":
         return cublas_lt.matmul(x, weight_FK, int(choice["algo"]), bias_N=bias_F)
     return gemm.gemm(x, weight_FK, bias_F, Tiling.of(choice))
+
+
+def run_onto(
+    choice: Config | None,
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    stream: Stream,
+    wide_bias_N: Tensor | None = None,
+) -> Stream:
+    """Return the stream with the product: added to what is stored, by products that can, or beside it. None is torch's."""
+    choice = None if choice is None else {**choice, "impl": stream.way_onto(choice["impl"], x)}
+    if choice is not None and choice["impl"] == "lt_sum":
+        wide = bias_N.float() if wide_bias_N is None and bias_N is not None else wide_bias_N
+        total = cublas_lt.matmul(x, weight_NK, int(choice["algo"]), bias_N=wide, residual=stream.stored)
+        return Stream(total, stream.added)
+    return stream.plus(run_dense(choice, x, weight_NK, bias_N))
+
+
+def onto_candidates() -> list[Config]:
+    """Return the choices of `run_onto`."""
+    summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
+    return [{"impl": "cublas"}, *cublas_lt.candidates(24), *summed]
 
 
 def run_geglu(choice: Config | None, x: Tensor, weight_2FK: Tensor) -> Tensor:
@@ -164,6 +188,7 @@ linear_geglu = FusedOp(linear_geglu_reference, linear_geglu_triton)
 linear_gelu = FusedOp(linear_gelu_reference, linear_gelu_triton)
 dense = FusedOp(dense_reference, dense_triton)
 _GEGLU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "triton", "cuda"), "parts": (1, 2, 4), "tokens": TOKENS}
+ONTO_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "lt_sum", "triton")}
 _GELU_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "cublas_gelu", "lt", "triton")}
 TUNABLES = (
     Tunable("dense", gemm.FIELDS, _dense_candidates, _dense_inputs, run_dense),

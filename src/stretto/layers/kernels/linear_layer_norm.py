@@ -1,7 +1,6 @@
 """A linear layer, the residual after it, and the LayerNorm after that.
 
-A product whose tiles do not fill the chip is split over its inner width; the norm, which reads it anyway, sums the parts in
-their order. Otherwise cuBLAS makes the product. Which of them at a shape is a measured choice.
+Who makes the product, and whether it adds the residual as it is written, is a measured choice at every shape.
 
 Shape legend: ... any leading axes, M rows in all of them, K inner width, D width.
 """
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
-from stretto.layers.kernels.gemm import Tiling
-from stretto.layers.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, launch_affine, layer_norm
+from stretto.layers.kernels.layer_norm import sum_layer_norm, sum_layer_norm_reference
+from stretto.layers.kernels.linear_activation import ONTO_FIELDS, onto_candidates, run_onto
+from stretto.layers.kernels.sum_norm import Stream, stores, stream_inputs
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
@@ -26,32 +25,40 @@ def linear_add_layer_norm_reference(
     x: Tensor,
     weight_DK: Tensor,
     bias_D: Tensor,
-    residual: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
     norm_weight_D: Tensor,
     norm_bias_D: Tensor,
     eps: float,
     wide_bias_D: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(s) in x's dtype, s in the residual's dtype) for s = x @ weight.T + bias + residual [..., D].
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
+    """Return (layer norm in x's dtype of the stream's sum with x @ weight.T + bias, the stream with it), as `sum_rms_norm`.
 
     `wide_bias_D` is the same bias in fp32, for kernels that want it so.
     """
-    return add_layer_norm_reference(linear(x, weight_DK, bias_D), residual, norm_weight_D, norm_bias_D, eps)
+    stream = Stream(stored, added).plus(linear(x, weight_DK, bias_D))
+    return sum_layer_norm_reference(*stream, norm_weight_D, norm_bias_D, eps, dtype=x.dtype, store=store)
 
 
 def linear_add_layer_norm_triton(
     x: Tensor,
     weight_DK: Tensor,
     bias_D: Tensor,
-    residual: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
     norm_weight_D: Tensor,
     norm_bias_D: Tensor,
     eps: float,
     wide_bias_D: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
     key = (x.numel() // x.shape[-1], x.shape[-1], weight_DK.shape[0])
     choice = tuned("linear_add_layer_norm", key, x.dtype, x.device) if gemm.takes(x, weight_DK) else None
-    return run(choice, x, weight_DK, bias_D, residual, norm_weight_D, norm_bias_D, eps, wide_bias_D)
+    norm = (norm_weight_D, norm_bias_D, eps, wide_bias_D)
+    return run(choice, x, weight_DK, bias_D, stored, added, *norm, store=store)
 
 
 def run(
@@ -59,31 +66,26 @@ def run(
     x: Tensor,
     weight_DK: Tensor,
     bias_D: Tensor,
-    residual: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
     norm_weight_D: Tensor,
     norm_bias_D: Tensor,
     eps: float = 1e-6,
     wide_bias_D: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
     """Run one choice; None is the rule."""
-    if choice is None or choice["impl"] == "cublas":
-        return add_layer_norm(linear(x, weight_DK, bias_D), residual, norm_weight_D, norm_bias_D, eps)
-    if choice["impl"] == "lt":
-        y = cublas_lt.matmul(x, weight_DK, int(choice["algo"]), bias_N=bias_D)
-        return add_layer_norm(y, residual, norm_weight_D, norm_bias_D, eps)
-    if choice["impl"] == "lt_sum":
-        wide = bias_D.float() if wide_bias_D is None else wide_bias_D
-        total = cublas_lt.matmul(x, weight_DK, int(choice["algo"]), bias_N=wide, residual=residual)
-        return layer_norm(total, norm_weight_D, norm_bias_D, eps, dtype=x.dtype), total
-    parts_SMD = gemm.split_gemm(x, weight_DK, Tiling.of(choice), int(choice["splits"]))
-    out, total = torch.empty(residual.shape, dtype=x.dtype, device=x.device), torch.empty_like(residual)
-    launch_affine(None, residual, parts_SMD, norm_weight_D, norm_bias_D, eps, out, total, bias_D)
-    return out, total
+    stream = run_onto(choice, x, weight_DK, bias_D, Stream(stored, added), wide_bias_D)
+    return sum_layer_norm(*stream, norm_weight_D, norm_bias_D, eps, dtype=x.dtype, store=store)
+
+
+def _run_in_a_layer(choice: Config | None, x: Tensor, weight_DK: Tensor, *others: Any) -> tuple[Tensor, Stream]:
+    return run(choice, x, weight_DK, *others, store=stores(x.shape[-1], weight_DK.shape[0]))
 
 
 def _candidates(key: Key) -> list[Config]:
-    summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
-    return [{"impl": "cublas"}, *cublas_lt.candidates(24), *summed]
+    return onto_candidates()
 
 
 def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -92,9 +94,8 @@ def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ..
     weight = (torch.randn(width, inner, device=device) * inner**-0.5).to(dtype)
     norm = torch.randn(2, width, device=device)
     bias = torch.randn(width, device=device).to(dtype)
-    return x, weight, bias, torch.randn(rows, width, device=device), norm[0], norm[1], 1e-6, bias.float()
+    return x, weight, bias, *stream_inputs(rows, inner, width, dtype, device), norm[0], norm[1], 1e-6, bias.float()
 
 
 linear_add_layer_norm = FusedOp(linear_add_layer_norm_reference, linear_add_layer_norm_triton)
-_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "lt_sum", "triton"), "splits": (1, 2, 3, 4)}
-TUNABLES = (Tunable("linear_add_layer_norm", _FIELDS, _candidates, _inputs, run),)
+TUNABLES = (Tunable("linear_add_layer_norm", ONTO_FIELDS, _candidates, _inputs, _run_in_a_layer),)

@@ -1,12 +1,13 @@
 """A linear layer, the residual after it, and the RMSNorm after that.
 
-cuBLAS makes the product; where it also adds the residual, the sum is written once, in fp32, and the norm only reads it. Which
-of them at a shape is a measured choice.
+Who makes the product, and whether it adds the residual as it is written, is a measured choice at every shape.
 
 Shape legend: ... any leading axes, M rows in all of them, K inner width, D width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,38 +17,56 @@ from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm
 from stretto.layers.kernels.gemm import Tiling
-from stretto.layers.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
+from stretto.layers.kernels.linear_activation import ONTO_FIELDS, onto_candidates, run_onto
+from stretto.layers.kernels.rms_norm import sum_rms_norm, sum_rms_norm_reference
+from stretto.layers.kernels.sum_norm import Stream, stores, stream_inputs
 from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 
 def linear_add_rms_norm_reference(
-    x: Tensor, weight_DK: Tensor, residual: Tensor, norm_weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(s) in x's dtype, s in the residual's dtype) for s = x @ weight.T + residual [..., D]."""
-    return add_rms_norm_reference(linear(x, weight_DK), residual, norm_weight_D, eps)
+    x: Tensor,
+    weight_DK: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
+    norm_weight_D: Tensor,
+    eps: float,
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
+    """Return (rms norm in x's dtype of the stream's sum with x @ weight.T, the stream with it), as `sum_rms_norm` does."""
+    stream = Stream(stored, added).plus(linear(x, weight_DK))
+    return sum_rms_norm_reference(*stream, norm_weight_D, eps, dtype=x.dtype, store=store)
 
 
 def linear_add_rms_norm_triton(
-    x: Tensor, weight_DK: Tensor, residual: Tensor, norm_weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    weight_DK: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
+    norm_weight_D: Tensor,
+    eps: float,
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
     key = (x.numel() // x.shape[-1], x.shape[-1], weight_DK.shape[0])
     choice = tuned("linear_add_rms_norm", key, x.dtype, x.device) if gemm.takes(x, weight_DK) else None
-    return run(choice, x, weight_DK, residual, norm_weight_D, eps)
+    return run(choice, x, weight_DK, stored, added, norm_weight_D, eps, store=store)
 
 
 def run(
-    choice: Config | None, x: Tensor, weight_DK: Tensor, residual: Tensor, norm_weight_D: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+    choice: Config | None,
+    x: Tensor,
+    weight_DK: Tensor,
+    stored: Tensor,
+    added: tuple[Tensor, ...],
+    norm_weight_D: Tensor,
+    eps: float = 1e-6,
+    *,
+    store: bool = True,
+) -> tuple[Tensor, Stream]:
     """Run one choice; None is the rule."""
-    choice = choice or _rule(x, weight_DK)
-    if choice["impl"] == "cublas":
-        return add_rms_norm(linear(x, weight_DK), residual, norm_weight_D, eps)
-    if choice["impl"] == "lt":
-        return add_rms_norm(cublas_lt.matmul(x, weight_DK, int(choice["algo"])), residual, norm_weight_D, eps)
-    if choice["impl"] == "lt_sum":
-        total = cublas_lt.matmul(x, weight_DK, int(choice["algo"]), residual=residual)
-        return rms_norm(total, norm_weight_D, eps, dtype=x.dtype), total
-    return add_rms_norm(gemm.gemm(x, weight_DK, None, Tiling.of(choice)), residual, norm_weight_D, eps)
+    stream = run_onto(choice or _rule(x, weight_DK), x, weight_DK, None, Stream(stored, added))
+    return sum_rms_norm(*stream, norm_weight_D, eps, dtype=x.dtype, store=store)
 
 
 def _rule(x: Tensor, weight_DK: Tensor) -> Config:
@@ -57,21 +76,23 @@ def _rule(x: Tensor, weight_DK: Tensor) -> Config:
 
 
 def _candidates(key: Key) -> list[Config]:
-    summed: list[Config] = [{**choice, "impl": "lt_sum"} for choice in cublas_lt.candidates(8)]
-    found: list[Config] = [{"impl": "cublas"}, *cublas_lt.candidates(24), *summed]
+    found = onto_candidates()
     if key[0] > 1024:
         return found
     blocks = ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (64, 128, 64, 4, 4))
     return found + [Tiling(m, n, k, stages, warps, 8, 0).config for m, n, k, stages, warps in blocks]
 
 
-def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _inputs(key: Key, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     rows, inner, width = key
     x = torch.randn(rows, inner, device=device).to(dtype)
     weight = (torch.randn(width, inner, device=device) * inner**-0.5).to(dtype)
-    return x, weight, torch.randn(rows, width, device=device), torch.randn(width, device=device)
+    return x, weight, *stream_inputs(rows, inner, width, dtype, device), torch.randn(width, device=device)
+
+
+def _run_in_a_layer(choice: Config | None, x: Tensor, weight_DK: Tensor, *others: Any) -> tuple[Tensor, Stream]:
+    return run(choice, x, weight_DK, *others, store=stores(x.shape[-1], weight_DK.shape[0]))
 
 
 linear_add_rms_norm = FusedOp(linear_add_rms_norm_reference, linear_add_rms_norm_triton)
-_FIELDS = {**gemm.FIELDS, "impl": ("cublas", "lt", "lt_sum", "triton")}
-TUNABLES = (Tunable("linear_add_rms_norm", _FIELDS, _candidates, _inputs, run),)
+TUNABLES = (Tunable("linear_add_rms_norm", ONTO_FIELDS, _candidates, _inputs, _run_in_a_layer),)
