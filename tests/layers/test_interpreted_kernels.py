@@ -16,6 +16,7 @@ FILES = (
     "test_expert_kernels.py",
     "test_prefix_kernels.py",
     "test_fp8_kernels.py",
+    "test_coded_prefix.py",
     "test_folded_kernels.py",
     "test_wan_kernels.py",
 )

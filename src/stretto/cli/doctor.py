@@ -63,7 +63,14 @@ def _torch() -> list[Check]:
         advice = "a torch without CUDA? pip install one of https://download.pytorch.org/whl" if DRIVER.exists() else ""
         checks.append(Check("cuda", False, "no device", advice))
     device = "cuda:0" if len(checks) > 1 and checks[1].ok else "cpu"
-    return [*checks, _fused_ops(device), _expert_kernel(device), _gated_kernel(device), *_kernel_tables(device)]
+    return [
+        *checks,
+        _fused_ops(device),
+        _expert_kernel(device),
+        _gated_kernel(device),
+        _prefix_kernel(device),
+        *_kernel_tables(device),
+    ]
 
 
 def _fused_ops(device: str) -> Check:
@@ -109,6 +116,19 @@ def _gated_kernel(device: str) -> Check:
         return Check("gated kernel", True, f"CUDA C++, at shapes that a kernel table names: {said}")
     advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
     return Check("gated kernel", False, f"none: {said}; Triton's runs", advice)
+
+
+def _prefix_kernel(device: str) -> Check:
+    """Say whether a prefix in FP8 attends in CUDA C++; compiles that if it is still to do."""
+    from stretto.layers.cuda.coded_prefix import coded_prefix
+
+    if device == "cpu":
+        return Check("prefix kernel", False, "none on cpu; torch attends")
+    attention, said = coded_prefix(0)
+    if attention is not None:
+        return Check("prefix kernel", True, f"CUDA C++, for FP8: {said}")
+    advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
+    return Check("prefix kernel", False, f"none: {said}; FP8's prefix attends in bf16", advice)
 
 
 def _kernel_tables(device: str) -> list[Check]:

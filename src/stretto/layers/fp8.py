@@ -13,7 +13,7 @@ Shape legend: ... any leading axes, M rows of the product, K inputs, N outputs.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +23,32 @@ from stretto.core.errors import ConfigError
 from stretto.layers.kernels.activation import geglu, gelu_tanh
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import attention, prefix_attention
-from stretto.layers.kernels.coded_attention import attention_fp8, prefix_attention_fp8
+from stretto.layers.kernels.coded_attention import attention_fp8
+from stretto.layers.kernels.coded_prefix import coded_prefix_attention
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
 from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
 from stretto.layers.kernels.fp8_linear_add import fp8_linear_add
 from stretto.layers.kernels.fp8_norm import ada_rms_norm_fp8
 from stretto.layers.kernels.layer_norm import sum_layer_norm
 from stretto.layers.kernels.rms_norm import sum_rms_norm
+from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.kernels.sum_norm import Stream
 
 HEADROOM = 2.0
 """How much larger than in calibration an input may become before it is cut. One binary order of magnitude of e4m3's fifteen."""
 ALIGNMENT = 16
+
+
+class Kept(NamedTuple):
+    """How a prefix's layer keeps its keys and values, and how they are coded."""
+
+    table: tuple[Tensor, Tensor]
+    """Of `rotary_table`."""
+    k_SPKd: Tensor
+    v_SPKd: Tensor
+    slots_B: Tensor
+    by: Tensor
+    """Of `code_factors`."""
 
 
 class Reader(Protocol):
@@ -60,8 +74,8 @@ class Reader(Protocol):
         """Return attention over fresh keys, [B, T, H d]."""
         ...
 
-    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
-        """Return attention over the keys of a slot, [B, T, H d]."""
+    def prefix_attended(self, qkv: Tensor, keep: Kept, mask_BT: Tensor, heads: int) -> Tensor:
+        """Return a prefix's attention to itself, [B, T, H d], and keep its keys and values."""
         ...
 
     def onto(self, stream: Stream, x: Tensor) -> Stream:
@@ -138,8 +152,9 @@ class Fp8Linear:
     def attended(self, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor) -> Tensor:
         return attention_fp8(q_BTHd, k_BNKd, v_BNKd, self.multiplier).flatten(2)
 
-    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
-        return prefix_attention_fp8(q_BTHd, k_SPKd, v_SPKd, slots_B, mask_BP, self.multiplier).flatten(2)
+    def prefix_attended(self, qkv: Tensor, keep: Kept, mask_BT: Tensor, heads: int) -> Tensor:
+        arena = (keep.k_SPKd, keep.v_SPKd, keep.slots_B)
+        return coded_prefix_attention(qkv, keep.table, *arena, mask_BT, keep.by, self.multiplier, heads=heads).flatten(2)
 
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
@@ -187,8 +202,9 @@ class ObservedLinear:
     def attended(self, q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor) -> Tensor:
         return attention(q_BTHd, k_BNKd, v_BNKd).flatten(2)
 
-    def prefix_attended(self, q_BTHd: Tensor, k_SPKd: Tensor, v_SPKd: Tensor, slots_B: Tensor, mask_BP: Tensor) -> Tensor:
-        return prefix_attention(q_BTHd, k_SPKd, v_SPKd, slots_B, key_mask_BP=mask_BP).flatten(2)
+    def prefix_attended(self, qkv: Tensor, keep: Kept, mask_BT: Tensor, heads: int) -> Tensor:
+        q = rotate_write(qkv, keep.table, keep.k_SPKd, keep.v_SPKd, keep.slots_B, heads=heads)
+        return prefix_attention(q, keep.k_SPKd, keep.v_SPKd, keep.slots_B, key_mask_BP=mask_BT).flatten(2)
 
     def __call__(self, x: Tensor) -> Tensor:
         torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)

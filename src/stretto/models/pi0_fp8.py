@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stretto.core.errors import ConfigError
 from stretto.layers.cuda.chain import Coded, Weights
-from stretto.layers.fp8 import HEADROOM, Fp8Linear, ObservedLinear, Reader
+from stretto.layers.fp8 import HEADROOM, Fp8Linear, Kept, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
+from stretto.layers.kernels.coded_prefix import code_factors
 from stretto.layers.kernels.layer_norm import sum_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.prefix_layout import PrefixLayout
@@ -61,6 +62,7 @@ class Fp8Net:
         self._prefix = [self._block(f"prefix.{i}") for i in range(len(net.prefix.blocks) - 1)]
         self._last_kv = self.readers[f"prefix.{len(self._prefix)}.qkv"]
         self._expert = [self._block(f"expert.{i}") for i in range(len(net.expert.blocks))]
+        self._by_L3 = torch.ones(len(self._prefix), 3, device=net.prefix.embed.device)
         self.coded = _coded(net, self._expert) if chain else None
         self.refresh()
 
@@ -74,6 +76,10 @@ class Fp8Net:
     def refresh(self) -> None:
         for reader in self.readers.values():
             reader.refresh()
+        for line, norm, block in zip(self._by_L3, self.net.prefix.attention_norms, self.net.prefix.blocks, strict=False):
+            assert isinstance(block, GemmaBlock)
+            dims = self.config.language
+            line.copy_(code_factors(block.qkv.weight.detach(), 1.0 + norm.detach(), dims.heads, dims.kv_heads))
         if self.coded is not None:
             for line, its in zip(self.coded.scales_L6, self._expert, strict=True):
                 line.copy_(torch.stack(_scales(its)))
@@ -116,8 +122,8 @@ class Fp8Net:
         x, stream = takers[0].rms_normed(stream, prefix.attention_norms[0], eps)
         for i, its in enumerate(self._prefix):
             k, v = arena.layer(i, mask_BP.shape[1])
-            q = rotate_write(its.qkv(x), table, k, v, arena.slots_B, heads=dims.heads)
-            stream = its.out.onto(stream, its.out.prefix_attended(q, k, v, arena.slots_B, mask_BP))
+            keep = Kept(table, k, v, arena.slots_B, self._by_L3[i])
+            stream = its.out.onto(stream, its.out.prefix_attended(its.qkv(x), keep, mask_BP, dims.heads))
             x, stream = its.up.rms_normed(stream, prefix.mlp_norms[i], eps, store=False)
             stream = its.down.onto(stream, its.down.geglu_of(its.up, x))
             x, stream = takers[i + 1].rms_normed(stream, prefix.attention_norms[i + 1], eps)

@@ -384,7 +384,7 @@ inline void copy_tile(void* to, const Map& m, const Place& place, Barrier* b) {
             }
             for (int piece = 0; piece < 8; ++piece) {
                 char* out = static_cast<char*>(to) + row * 128 + (piece ^ row % 8) * 16;
-                if (inside) std::memcpy(out, from + piece * 16, 16);
+                if (inside && (place.at[0] * m.each + piece * 16) < int64_t(m.sizes[0]) * m.each) std::memcpy(out, from + piece * 16, 16);
                 else std::memset(out, 0, 16);
             }
         }

@@ -1,0 +1,4 @@
+#define STRETTO_ON_HOST
+#include "attention_device.h"
+
+#include "coded_prefix.cu"
