@@ -65,7 +65,7 @@ class Load:
         for thread in threads:
             thread.join()
         self.last = done
-        return summary([(b, e) for b, e, _, _ in done]) | {"late": late(done)}
+        return summary([(b, e) for b, e, _, _ in done]) | {"slowest": slowest(done)}
 
     def together(self, seconds: float) -> dict[str, Any]:
         """Let all robots ask at the same moment, so that they share batches, and again when all have their chunks."""
@@ -82,7 +82,7 @@ class Load:
                 chunk = future.result(60)
                 done.append((begin, time.perf_counter(), number % len(self.feed), chunk))
         self.last = done
-        return summary([(b, e) for b, e, _, _ in done]) | {"late": late(done)}
+        return summary([(b, e) for b, e, _, _ in done]) | {"slowest": slowest(done)}
 
     def open(self, rate: float, seconds: float, seed: int) -> dict[str, Any]:
         """Send requests at a rate; the robots take turns."""
@@ -120,16 +120,12 @@ def summary(times: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def late(done: Sequence[tuple[float, float, int, Chunk]]) -> list[dict[str, Any]]:
-    """Say of requests that took a third longer than most where their time went, and of the ones right before the first."""
+def slowest(done: Sequence[tuple[float, float, int, Chunk]]) -> list[dict[str, Any]]:
+    """Say of the slowest requests where their time went, and of those right before the slowest."""
     ordered = sorted(done, key=lambda d: d[1])[len(done) // 10 :]
-    limit_s = 1.33 * float(np.median([e - b for b, e, _, _ in ordered]))
-    which = [i for i, (b, e, _, _) in enumerate(ordered) if e - b > limit_s]
-    return (
-        [_account(*ordered[i], done[0][0]) for i in sorted({*range(max(0, min(which) - 4), min(which)), *which[:8]})]
-        if which
-        else []
-    )
+    by_time = sorted(range(len(ordered)), key=lambda i: ordered[i][0] - ordered[i][1])
+    first = by_time[0]
+    return [_account(*ordered[i], done[0][0]) for i in sorted({*range(max(0, first - 3), first), *by_time[:6]})]
 
 
 def _account(begin: float, end: float, _: int, chunk: Chunk, zero: float) -> dict[str, Any]:
