@@ -40,7 +40,7 @@ SETS, LAUNCHES, REPLAYS = 6, 12, 5
 Place = tuple[str, tuple[int, ...], str]
 
 
-def one_us(device: torch.device, place: Place, config: Config, sets: list[Any], stream: Any, count: int) -> float:
+def one_us(device: torch.device, place: Place, config: Config | None, sets: list[Any], stream: Any, count: int) -> float:
     """Time one choice on a part."""
     run = tunables()[place[0]].run
 
@@ -62,18 +62,19 @@ def one_us(device: torch.device, place: Place, config: Config, sets: list[Any], 
 
 
 def race(device: torch.device, place: Place, stream: Any, count: int) -> dict[str, Any] | None:
-    """Time what cuBLAS lists for one product on a part beside today's choice; None where there is no such choice."""
+    """Time what cuBLAS lists for one product on a part beside today's choice; None where it lists nothing for the op."""
     op, key, dtype = place
     tunable, kind = tunables()[op], getattr(torch, dtype)
     with on_part(count):
         today = tuned(op, key, kind, device)
     configs = [c for c in tunable.candidates(key) if c.get("impl") in LISTED]
-    if today is None or not configs:
+    if not configs:
         return None
     with torch.inference_mode():
         sets = [tunable.inputs(key, kind, device) for _ in range(SETS)]
     times: dict[str, float] = {}
-    known = {named(c): c for c in (today, *configs)}
+    first = "the rule's" if today is None else named(today)
+    known: dict[str, Config | None] = {first: today} | {named(c): c for c in configs}
     for words, config in known.items():
         try:
             times[words] = one_us(device, place, config, sets, stream, count)
