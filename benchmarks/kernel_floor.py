@@ -43,7 +43,7 @@ PRODUCTS = {
         "fp8_linear_gelu",
     ),
 }
-ATTENTIONS = {"attention", "prefix_attention", "attention_fp8", "prefix_attention_fp8"}
+ATTENTIONS = {"attention", "prefix_attention", "attention_fp8", "prefix_attention_fp8", "suffix_attention_fp8"}
 HELPERS = ("Memset", "splitKreduce")
 """Launches of a product that are no product of their own."""
 TORCH_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_scaled_mm": 0}

@@ -69,6 +69,7 @@ def _torch() -> list[Check]:
         _expert_kernel(device),
         _gated_kernel(device),
         _prefix_kernel(device),
+        _suffix_kernel(device),
         *_kernel_tables(device),
     ]
 
@@ -111,11 +112,23 @@ def _gated_kernel(device: str) -> Check:
 
     if device == "cpu":
         return Check("gated kernel", False, "none on cpu; torch multiplies")
-    product, said = gated_product(0)
-    if product is not None:
-        return Check("gated kernel", True, f"CUDA C++, at shapes that a kernel table names: {said}")
+    return _in_cuda("gated kernel", "at shapes that a kernel table names", *gated_product(0))
+
+
+def _suffix_kernel(device: str) -> Check:
+    """Say whether attention of the denoise loop runs in CUDA C++ for batches; compiles it if that is still to do."""
+    from stretto.layers.cuda.suffix import suffix_attention
+
+    if device == "cpu":
+        return Check("suffix kernel", False, "none on cpu; torch attends")
+    return _in_cuda("suffix kernel", "from batch 2, or as a kernel table says", *suffix_attention(0))
+
+
+def _in_cuda(name: str, where: str, found: object | None, said: str, instead: str = "Triton's runs") -> Check:
+    if found is not None:
+        return Check(name, True, f"CUDA C++, {where}: {said}")
     advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
-    return Check("gated kernel", False, f"none: {said}; Triton's runs", advice)
+    return Check(name, False, f"none: {said}; {instead}", advice)
 
 
 def _prefix_kernel(device: str) -> Check:
@@ -124,11 +137,7 @@ def _prefix_kernel(device: str) -> Check:
 
     if device == "cpu":
         return Check("prefix kernel", False, "none on cpu; torch attends")
-    attention, said = coded_prefix(0)
-    if attention is not None:
-        return Check("prefix kernel", True, f"CUDA C++, for FP8: {said}")
-    advice = "put nvcc of CUDA 12 or later on the PATH" if "nvcc" in said else ""
-    return Check("prefix kernel", False, f"none: {said}; FP8's prefix attends in bf16", advice)
+    return _in_cuda("prefix kernel", "for FP8", *coded_prefix(0), "FP8's prefix attends in bf16")
 
 
 def _kernel_tables(device: str) -> list[Check]:

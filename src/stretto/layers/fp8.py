@@ -22,8 +22,8 @@ from torch.nn.functional import linear
 from stretto.core.errors import ConfigError
 from stretto.layers.kernels.activation import geglu, gelu_tanh
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
-from stretto.layers.kernels.attention import attention, prefix_attention
-from stretto.layers.kernels.coded_attention import attention_fp8
+from stretto.layers.kernels.attention import PrefixKV, attention, prefix_attention
+from stretto.layers.kernels.coded_attention import attention_fp8, suffix_attention_fp8
 from stretto.layers.kernels.coded_prefix import coded_prefix_attention
 from stretto.layers.kernels.fp8_activation import E4M3, E4M3_MAX, fp8_chip, to_fp8, to_fp8_reference
 from stretto.layers.kernels.fp8_linear import fp8_linear, fp8_linear_geglu, fp8_linear_gelu
@@ -76,6 +76,19 @@ class Reader(Protocol):
 
     def prefix_attended(self, qkv: Tensor, keep: Kept, mask_BT: Tensor, heads: int) -> Tensor:
         """Return a prefix's attention to itself, [B, T, H d], and keep its keys and values."""
+        ...
+
+    def suffix_attended(
+        self,
+        prefix: PrefixKV,
+        layer: int,
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        lead: int,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
+        """Return what a layer's suffix sees, [B, T, H d], as `prefix.attend`."""
         ...
 
     def onto(self, stream: Stream, x: Tensor) -> Stream:
@@ -156,6 +169,19 @@ class Fp8Linear:
         arena = (keep.k_SPKd, keep.v_SPKd, keep.slots_B)
         return coded_prefix_attention(qkv, keep.table, *arena, mask_BT, keep.by, self.multiplier, heads=heads).flatten(2)
 
+    def suffix_attended(
+        self,
+        prefix: PrefixKV,
+        layer: int,
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        lead: int,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
+        around = prefix.around(k_BTKd, v_BTKd, lead)
+        return suffix_attention_fp8(q_BTHd, *prefix.arena(layer), self.multiplier, **around, ahead=ahead).flatten(2)
+
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes_NK, self.bias_N, self.scales, self.weight_NK.dtype)
 
@@ -205,6 +231,18 @@ class ObservedLinear:
     def prefix_attended(self, qkv: Tensor, keep: Kept, mask_BT: Tensor, heads: int) -> Tensor:
         q = rotate_write(qkv, keep.table, keep.k_SPKd, keep.v_SPKd, keep.slots_B, heads=heads)
         return prefix_attention(q, keep.k_SPKd, keep.v_SPKd, keep.slots_B, key_mask_BP=mask_BT).flatten(2)
+
+    def suffix_attended(
+        self,
+        prefix: PrefixKV,
+        layer: int,
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        lead: int,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
+        return prefix.attend(layer, q_BTHd, k_BTKd, v_BTKd, lead, ahead)
 
     def __call__(self, x: Tensor) -> Tensor:
         torch.maximum(self.largest, x.detach().abs().amax().float(), out=self.largest)

@@ -148,7 +148,7 @@ class Fp8Net:
             qkv = its.qkv(x)
             k, v = qkv.new_empty(2, batch, tokens, dims.kv_heads, dims.head_dim)
             q = rotate_write(qkv, table, k, v, rows_B, heads=dims.heads)
-            y = its.out(its.out.plain(prefix.attend(i, q, k, v, self.net.expert.lead)))
+            y = its.out(its.out.suffix_attended(prefix, i, q, k, v, self.net.expert.lead))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu_of(its.up, x))
             if i + 1 < len(readers):

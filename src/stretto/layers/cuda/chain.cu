@@ -1,9 +1,6 @@
 // The launches of the expert's layers behind one plain C function.
 #ifndef STRETTO_ON_HOST
-#include <cuda.h>
-#include <dlfcn.h>
-
-#include "device.cuh"
+#include "maps.cuh"
 #endif
 #include "chain_attention.cuh"
 
@@ -97,29 +94,6 @@ ALL_LAUNCHED(_coded, CodedShapes)
 
 namespace {
 
-// A map of [.., n1, n0]: sizes and tile from the innermost axis on, steps in bytes from the second on.
-using MakeMap = decltype(&cuTensorMapEncodeTiled);
-MakeMap maker() {
-    static const MakeMap found = [] {
-        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
-    }();
-    return found;
-}
-
-template <class E>
-device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
-    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
-    const uint32_t each[5] = {1, 1, 1, 1, 1};
-    device::Map map{};
-    const CUtensorMapDataType type = E::CODED ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), type, 5, const_cast<void*>(from), sizes, steps,
-                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (e != CUDA_SUCCESS) throw e;
-    return map;
-}
-
 // All launches want one split of the cache: a multiprocessor is empty before it takes another.
 cudaError_t prepare(const void* kernel, int bytes) {
     const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -175,11 +149,6 @@ struct Kernels;
 KERNELS_OF(, PlainShapes)
 KERNELS_OF(_coded, CodedShapes)
 #else
-template <class E>
-device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
-    return device::map_of(from, sizeof(typename E::Number), sizes, steps, tile);
-}
-
 struct Queue {
     const char* error = nullptr;
 
@@ -197,6 +166,11 @@ struct Kernels {
 };
 namespace {
 #endif
+
+template <class E>
+device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
+    return device::map_of(from, sizeof(typename E::Number), sizes, steps, tile);
+}
 
 template <class All, class Q>
 void run(Q& queue, const Call& c, const float* reals) {
@@ -325,7 +299,7 @@ extern "C" const char* stretto_chain_prepare(int device) {
     if (e == cudaSuccess) e = prepare_all<PlainShapes>();
     if (e == cudaSuccess) e = prepare_all<CodedShapes>();
     if (e != cudaSuccess) return cudaGetErrorString(e);
-    if (maker() == nullptr) return "the driver makes no maps of tensors";
+    if (device::maker() == nullptr) return "the driver makes no maps of tensors";
 #endif
     return nullptr;
 }

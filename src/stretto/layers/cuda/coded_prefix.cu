@@ -1,7 +1,6 @@
 // The attention of coded prefixes behind one plain C function.
 #ifndef STRETTO_ON_HOST
-#include <cuda.h>
-#include <dlfcn.h>
+#include "maps.cuh"
 #endif
 #include "coded_prefix.cuh"
 
@@ -28,26 +27,6 @@ __global__ void __launch_bounds__(C::THREADS, 1) attention(const __grid_constant
     run<C>(a, shared);
 }
 
-using MakeMap = decltype(&cuTensorMapEncodeTiled);
-MakeMap maker() {
-    static const MakeMap found = [] {
-        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
-    }();
-    return found;
-}
-
-device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
-    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
-    const uint32_t each[5] = {1, 1, 1, 1, 1};
-    device::Map map{};
-    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
-                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (e != CUDA_SUCCESS) throw e;
-    return map;
-}
-
 template <class C>
 const char* launch(const Given& given, int ctas, void* stream) {
     attention<C><<<ctas, C::THREADS, C::BYTES, static_cast<cudaStream_t>(stream)>>>(given);
@@ -60,8 +39,6 @@ cudaError_t prepare() {
     return cudaFuncSetAttribute(attention<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::BYTES);
 }
 #else
-using device::map_of;
-
 template <class C>
 const char* launch(const Given& given, int ctas, void*) {
     return host::launch(ctas, C::THREADS, C::BYTES, [&given](char* shared) { run<C>(given, shared); });
@@ -73,9 +50,9 @@ const char* start(const Call& c, void* stream) {
     // Rows of codes are seen as half as many numbers in bf16: copies only care for bytes.
     const uint64_t rows = uint64_t(c.rows), keys = uint64_t(c.keys), robots = uint64_t(c.robots), width = uint64_t(c.width);
     Given a{};
-    a.q = map_of(c.q, {HEAD / 2, rows, robots, 1, 1}, {HEAD, HEAD * rows, HEAD * rows * robots, HEAD * rows * robots}, {64, C::TILE, 1, 1, 1});
-    a.k = map_of(c.k, {HEAD / 2, keys, robots, 1, 1}, {HEAD, HEAD * keys, HEAD * keys * robots, HEAD * keys * robots}, {64, KEYS, 1, 1, 1});
-    a.v = map_of(c.v, {width / 2, HEAD, robots, 1, 1}, {width, HEAD * width, HEAD * width * robots, HEAD * width * robots}, {64, HEAD, 1, 1, 1});
+    a.q = device::map_of(c.q, {HEAD / 2, rows, robots, 1, 1}, {HEAD, HEAD * rows, HEAD * rows * robots, HEAD * rows * robots}, {64, C::TILE, 1, 1, 1});
+    a.k = device::map_of(c.k, {HEAD / 2, keys, robots, 1, 1}, {HEAD, HEAD * keys, HEAD * keys * robots, HEAD * keys * robots}, {64, KEYS, 1, 1, 1});
+    a.v = device::map_of(c.v, {width / 2, HEAD, robots, 1, 1}, {width, HEAD * width, HEAD * width * robots, HEAD * width * robots}, {64, HEAD, 1, 1, 1});
     a.mask = c.mask, a.mask_step = c.mask_step, a.out = c.out, a.by = c.by, a.multiplier = c.multiplier, a.scale = float(c.scale);
     a.robots = int(c.robots), a.rows = int(c.rows), a.keys = int(c.keys);
     return launch<C>(a, int(c.ctas), stream);
@@ -92,7 +69,7 @@ extern "C" const char* stretto_prefix_prepare(int device, int* multiprocessors) 
     if (e == cudaSuccess) e = prepare<Cut<1>>();
     if (e == cudaSuccess) e = prepare<Cut<2>>();
     if (e != cudaSuccess) return cudaGetErrorString(e);
-    if (maker() == nullptr) return "the driver makes no maps of tensors";
+    if (device::maker() == nullptr) return "the driver makes no maps of tensors";
 #endif
     return nullptr;
 }

@@ -1,7 +1,6 @@
 // The gated product of many rows behind one plain C function.
 #ifndef STRETTO_ON_HOST
-#include <cuda.h>
-#include <dlfcn.h>
+#include "maps.cuh"
 #endif
 #include "gated_product.cuh"
 
@@ -35,26 +34,6 @@ __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) pr
     run<C>(a, shared);
 }
 
-using MakeMap = decltype(&cuTensorMapEncodeTiled);
-MakeMap maker() {
-    static const MakeMap found = [] {
-        void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-        return driver == nullptr ? nullptr : reinterpret_cast<MakeMap>(dlsym(driver, "cuTensorMapEncodeTiled"));
-    }();
-    return found;
-}
-
-device::Map map_of(const void* from, const uint64_t (&sizes)[5], const uint64_t (&steps)[4], const uint32_t (&tile)[5]) {
-    static_assert(sizeof(device::Map) == sizeof(CUtensorMap));
-    const uint32_t each[5] = {1, 1, 1, 1, 1};
-    device::Map map{};
-    const CUresult e = maker()(reinterpret_cast<CUtensorMap*>(&map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(from), sizes, steps,
-                               tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (e != CUDA_SUCCESS) throw e;
-    return map;
-}
-
 template <class C>
 const char* launch(const Given& given, int clusters, void* stream) {
     cudaLaunchConfig_t how{};
@@ -76,8 +55,6 @@ cudaError_t prepare(int* clusters) {
     return cudaOccupancyMaxActiveClusters(clusters, product<C>, &how);
 }
 #else
-using device::map_of;
-
 template <class C>
 const char* launch(const Given& given, int clusters, void*) {
     return host::launch(clusters * CLUSTER, THREADS, C::BYTES, [&given](char* shared) { run<C>(given, shared); }, CLUSTER);
@@ -89,9 +66,9 @@ const char* start(const Call& c, void* stream) {
     // A coded row is seen as one of half as many numbers in bf16: copies only care for bytes.
     const uint64_t columns = uint64_t(c.row_bytes) / 2, step = uint64_t(c.row_bytes), rows = uint64_t(c.rows), features = uint64_t(c.features);
     Given a{};
-    a.weight = map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, 1, 1, 1});
-    a.x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
-    a.half_x = map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
+    a.weight = device::map_of(c.weight, {columns, features, 2, 1, 1}, {step, features * step, 2 * features * step, 2 * features * step}, {64, FEATURES, 1, 1, 1});
+    a.x = device::map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS, 1, 1, 1});
+    a.half_x = device::map_of(c.x, {columns, rows, 1, 1, 1}, {step, rows * step, rows * step, rows * step}, {64, C::TOKENS / 2, 1, 1, 1});
     a.out = c.out, a.x_scale = c.x_scale, a.weight_scale = c.weight_scale, a.multiplier = c.multiplier;
     a.factor = c.factor, a.table = c.table, a.lines = c.lines, a.line_step = c.line_step, a.row_tokens = int(c.row_tokens);
     a.rows = int(c.rows), a.features = int(c.features), a.chunks = int(c.row_bytes / 128);
@@ -112,7 +89,7 @@ extern "C" const char* stretto_gated_prepare(int device, int* clusters) {
     if (e == cudaSuccess) e = prepare<SmallFolded>(clusters);
     if (e == cudaSuccess) e = prepare<LargeFolded>(clusters);
     if (e != cudaSuccess) return cudaGetErrorString(e);
-    if (maker() == nullptr) return "the driver makes no maps of tensors";
+    if (device::maker() == nullptr) return "the driver makes no maps of tensors";
 #endif
     return nullptr;
 }

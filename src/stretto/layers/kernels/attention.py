@@ -7,7 +7,7 @@ Shape legend: B rows, T query tokens, N keys, H query heads, K key/value heads, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels import tma_attention as tma
 from stretto.layers.kernels.language import cdiv, multiprocessors
-from stretto.layers.kernels.split_attention import Keys, Tiling, fits, split_attention
+from stretto.layers.kernels.split_attention import Keys, fits, split_attention
+from stretto.layers.kernels.suffix_attention import attend_to_suffix
 from stretto.layers.tuning import Config, tuned
 
 RULE = {False: "sdpa", True: "split"}
@@ -53,12 +54,14 @@ def prefix_attention_reference(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Attend to the row's slot of a KV arena, then to fresh suffix keys. Returns [B, T, H, d].
 
     Arena keys count when their mask (bool or uint8) is set and their index is below `length_B` (int32 or int64).
     With `suffix_lead` n > 0 the first n suffix tokens see, of the suffix, only themselves; the others see all of it.
-    A row without any valid key gives zeros. Nothing is read back to the host.
+    A row without any valid key gives zeros. Nothing is read back to the host. `ahead` is what a launch behind this one reads
+    first: a kernel may bring it to the device's cache meanwhile.
     """
     k, v = k_arena_SPKd[slots_B], v_arena_SPKd[slots_B]
     (batch, prefix), tokens = k.shape[:2], q_BTHd.shape[1]
@@ -166,6 +169,7 @@ def prefix_attention_triton(
     v_suffix_BTKd: Tensor | None = None,
     suffix_lead: int = 0,
     scale: float | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     if k_suffix_BTKd is None and length_B is None and key_mask_BP is not None:
         choice = chosen("prefix_attention", q_BTHd, k_arena_SPKd, v_arena_SPKd, key_mask_BP)
@@ -173,33 +177,7 @@ def prefix_attention_triton(
     keys = Keys(k_arena_SPKd, v_arena_SPKd, slots_B, key_mask_BP, length_B, k_suffix_BTKd, v_suffix_BTKd, suffix_lead)
     if k_suffix_BTKd is None:
         return split_attention(q_BTHd, keys, scale)
-    key = (*q_BTHd.shape, k_arena_SPKd.shape[2], k_arena_SPKd.shape[1], k_suffix_BTKd.shape[1])
-    choice = tuned("suffix_attention", key, q_BTHd.dtype, q_BTHd.device)
-    if choice is not None and choice.get("impl") == "hopper":
-        return _suffix_hopper(hopper.Tiling.of(choice), q_BTHd, keys, scale)
-    cut = _split_cut(choice)
-    if cut is not None and cut.described and not _describable(k_arena_SPKd, v_arena_SPKd, k_suffix_BTKd, v_suffix_BTKd):
-        cut = None
-    return split_attention(q_BTHd, keys, scale, cut)
-
-
-def run_suffix(choice: Config | None, q: Tensor, *rest: Tensor) -> Tensor:
-    """Run one choice over a slot, its mask and length, and a suffix; None is the rule."""
-    k, v, slots, mask, length, k_suffix, v_suffix = rest
-    keys = Keys(k, v, slots, mask, length, k_suffix, v_suffix)
-    if choice is not None and choice.get("impl") == "hopper":
-        return _suffix_hopper(hopper.Tiling.of(choice), q, keys, None)
-    return split_attention(q, keys, None, _split_cut(choice))
-
-
-def _suffix_hopper(cut: hopper.Tiling, q_BTHd: Tensor, keys: Keys, scale: float | None) -> Tensor:
-    k, v, slots, mask = keys.k_suffix_BNKd, keys.v_suffix_BNKd, keys.slots_B, keys.mask_BP
-    if k is None or v is None or slots is None or mask is None or keys.suffix_lead:
-        return split_attention(q_BTHd, keys, scale)
-    if not hopper.takes(q_BTHd, keys.k_SPKd, keys.v_SPKd, k, v):
-        return split_attention(q_BTHd, keys, scale)
-    arena = (keys.k_SPKd, keys.v_SPKd, slots, mask)
-    return hopper.hopper_attention(q_BTHd, *arena, cut, length_B=keys.length_B, suffix=(k, v), scale=scale)
+    return attend_to_suffix(q_BTHd, keys, scale, ahead=ahead)
 
 
 def run_prefix_attention(
@@ -243,16 +221,6 @@ def _arena_call(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slot
     return fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, *suffix)
 
 
-def _split_cut(found: Config | None) -> Tiling | None:
-    return None if found is None else Tiling(**{name: int(v) for name, v in found.items() if name != "impl"})
-
-
-def _describable(*tensors: Tensor | None) -> bool:
-    """Tell whether tiles may come by descriptor: steps and starts are multiples of 16 bytes."""
-    given = [x for x in tensors if x is not None]
-    return all(x.storage_offset() % 8 == 0 and all(n % 8 == 0 for n in x.stride()[:-1]) for x in given)
-
-
 attention = FusedOp(attention_reference, attention_triton, supports=_fresh_call)
 prefix_attention = FusedOp(prefix_attention_reference, prefix_attention_triton, supports=_arena_call)
 
@@ -269,16 +237,17 @@ class PrefixKV(NamedTuple):
     suffix_start_B: Tensor
     """Rotary position of the first suffix token: the number of valid prefix tokens."""
 
-    def attend(self, layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, lead: int) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, lead: int, ahead: Tensor | None = None
+    ) -> Tensor:
         """Return what a layer's suffix sees, [B, T, H d]; its first `lead` tokens do not see those behind them."""
-        return prefix_attention(
-            q_BTHd,
-            self.k_SNPKd[:, layer],
-            self.v_SNPKd[:, layer],
-            self.slots_B,
-            key_mask_BP=self.mask_BP,
-            length_B=self.length_B,
-            k_suffix_BTKd=k_BTKd,
-            v_suffix_BTKd=v_BTKd,
-            suffix_lead=lead,
-        ).flatten(2)
+        return prefix_attention(q_BTHd, *self.arena(layer), **self.around(k_BTKd, v_BTKd, lead), ahead=ahead).flatten(2)
+
+    def arena(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's keys, values and slots, as `prefix_attention` takes them."""
+        return self.k_SNPKd[:, layer], self.v_SNPKd[:, layer], self.slots_B
+
+    def around(self, k_BTKd: Tensor, v_BTKd: Tensor, lead: int) -> dict[str, Any]:
+        """Return which keys of a slot count, and the suffix, as `prefix_attention` takes them."""
+        suffix = {"k_suffix_BTKd": k_BTKd, "v_suffix_BTKd": v_BTKd, "suffix_lead": lead}
+        return {"key_mask_BP": self.mask_BP, "length_B": self.length_B, **suffix}

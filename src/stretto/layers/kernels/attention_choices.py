@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.layers.cuda import suffix as cuda
 from stretto.layers.kernels import hopper_attention as hopper
 from stretto.layers.kernels import short_attention as short
 from stretto.layers.kernels import tma_attention as tma
-from stretto.layers.kernels.attention import RULE, run_attention, run_prefix_attention, run_suffix
+from stretto.layers.kernels.attention import RULE, run_attention, run_prefix_attention
 from stretto.layers.kernels.split_attention import FIELDS, Tiling, choose_tiling
+from stretto.layers.kernels.suffix_attention import run_suffix
 from stretto.layers.tuning import Config, Key, Tunable
 
 
@@ -30,9 +32,11 @@ def _suffix_candidates(key: Key) -> list[Config]:
     own = choose_tiling(rows, groups, arena + suffix, head_dim, 132)
     splits = (1, 2) if groups >= 16 else (3, 4, 5, 6) if groups > 1 else (6, 9, 17)
     held = (0, hopper.HELD) if groups >= 16 and head_dim > hopper.HELD else (0,)
+    ours = cuda.CUTS if groups > 1 and kv_heads == 1 and head_dim == cuda.HEAD_DIM else ()
     return [
         *(t._asdict() for t in dict.fromkeys([own, *cuts])),
         *(hopper.Tiling(64, 2, n, held=h).config for n in splits for h in held),
+        *(cut.config for cut in ours),
     ]
 
 
@@ -92,6 +96,10 @@ TUNABLES = (
     Tunable("attention", _FIELDS, _candidates, _inputs, run_attention),
     Tunable("prefix_attention", _FIELDS, _prefix_candidates, _arena_inputs, run_prefix_attention),
     Tunable(
-        "suffix_attention", {**FIELDS, "impl": ("hopper",), **hopper.FIELDS}, _suffix_candidates, _suffix_inputs, run_suffix
+        "suffix_attention",
+        {**FIELDS, "impl": ("split", "hopper", "cuda"), **hopper.FIELDS, **cuda.FIELDS},
+        _suffix_candidates,
+        _suffix_inputs,
+        run_suffix,
     ),
 )

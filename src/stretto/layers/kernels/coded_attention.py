@@ -5,6 +5,8 @@ Multiplier as in fp8_activation. Shape legend: as in attention.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from stretto.layers.dispatch import FusedOp
@@ -21,6 +23,8 @@ from stretto.layers.kernels.attention import (
     warps_of_short,
 )
 from stretto.layers.kernels.fp8_activation import fp8_chip, to_fp8, to_fp8_reference
+from stretto.layers.kernels.split_attention import fits
+from stretto.layers.kernels.suffix_attention import attend_to_suffix, named_keys
 
 
 def attention_fp8_reference(q_BTHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, multiplier: Tensor) -> Tensor:
@@ -60,6 +64,20 @@ def prefix_attention_fp8_triton(
     return _coded(prefix_attention(q_BTHd, *arena, slots_B, key_mask_BP=mask_BP), multiplier)
 
 
+def suffix_attention_fp8_reference(
+    q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, multiplier: Tensor, **named: Any
+) -> Tensor:
+    """Return `prefix_attention` with a suffix, whose arguments are named as there, in e4m3."""
+    return to_fp8_reference(prefix_attention_reference(q_BTHd, k_arena_SPKd, v_arena_SPKd, slots_B, **named), multiplier)
+
+
+def suffix_attention_fp8_triton(
+    q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, slots_B: Tensor, multiplier: Tensor, **named: Any
+) -> Tensor:
+    keys = named_keys(k_arena_SPKd, v_arena_SPKd, slots_B, **named)
+    return attend_to_suffix(q_BTHd, keys, named.get("scale"), multiplier, named.get("ahead"))
+
+
 def _coded(x_BTHd: Tensor, multiplier: Tensor) -> Tensor:
     """Code a token as one row: rows as short as a head are slow to write."""
     return to_fp8(x_BTHd.flatten(2), multiplier).view(x_BTHd.shape)
@@ -70,9 +88,15 @@ def _describable(q_BTHd: Tensor) -> bool:
     return q_BTHd.shape[-1] % 16 == 0
 
 
+def _suffix_on_chip(q_BTHd: Tensor, k_arena_SPKd: Tensor, v_arena_SPKd: Tensor, *_: object, **named: object) -> bool:
+    suffix = [x for x in (named.get("k_suffix_BTKd"), named.get("v_suffix_BTKd")) if isinstance(x, Tensor)]
+    return fp8_chip(q_BTHd.device) and len(suffix) == 2 and fits(q_BTHd, k_arena_SPKd, v_arena_SPKd, *suffix)
+
+
 def _on_chip(q_BTHd: Tensor, *_: object) -> bool:
     return fp8_chip(q_BTHd.device)
 
 
 attention_fp8 = FusedOp(attention_fp8_reference, attention_fp8_triton, _on_chip)
 prefix_attention_fp8 = FusedOp(prefix_attention_fp8_reference, prefix_attention_fp8_triton, _on_chip)
+suffix_attention_fp8 = FusedOp(suffix_attention_fp8_reference, suffix_attention_fp8_triton, _suffix_on_chip)
