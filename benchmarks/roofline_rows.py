@@ -176,10 +176,11 @@ def markdown(table: list[Result]) -> str:
         p99 = f", p99 {row['p99_over_p50_ms']:.2f} above" if "p99_over_p50_ms" in row else ""
         ratios = [_shown(row.get("ratios", {}).get(name)) for name in RATIOS]
         said = "" if row["took"] is None else "stretch met" if row["stretch_met"] else "met" if row["met"] else "**missed**"
+        if not row.get("p99_met", True):
+            said += ", **p99 missed**"
+        name = f"{row['row']}{' (' + row['by'] + ')' if 'by' in row else ''}, {row['unit']}"
         bounds = f"{row['must']:g} | {row['stretch']:g}"
-        lines.append(
-            f"| {row['row']}, {row['unit']} | {bounds} | {took}{p99} | {row.get('floor', '')} | {' | '.join(ratios)} | {said} |"
-        )
+        lines.append(f"| {name} | {bounds} | {took}{p99} | {row.get('floor', '')} | {' | '.join(ratios)} | {said} |")
         if row.get("why") and not row.get("met", False):
             why.append(f"- {row['row']}: {row['why']}.")
     return "\n".join([*lines, "", *why])
