@@ -70,6 +70,7 @@ def prefix_shapes(c: Pi0Config, batch: int, prompt: int, dtype: str) -> Iterator
     yield "linear_rope_write", (rows, width, *heads), dtype
     yield "linear_add_rms_norm", (rows, packed, width), dtype
     yield "prefix_attention", (batch, prefix, prefix, *heads, 1), dtype
+    yield "coded_prefix_attention", (batch, prefix, language.heads, language.head_dim), CODED
     yield "fp8_linear_geglu", (rows, width, mlp), CODED
     yield "fp8_linear_add", (rows, mlp, width, 0), CODED
     yield "fp8_dense", (rows, width, packed + 2 * language.kv_heads * language.head_dim, 0), CODED
