@@ -183,7 +183,7 @@ def partly(model: pi0.Pi0Model, scales: dict[str, float], parts: tuple[str, ...]
             return Fp8Linear(name, weight_NK, bias_N, scales[name])
         return ObservedLinear(name, weight_NK, bias_N)
 
-    return Fp8Net(model.module, make, expert_rows=0 if "expert" in parts else 1 << 30, chain=False)
+    return Fp8Net(model.module, make, expert_rows=0 if "expert" in parts else 1 << 30, fold=False)
 
 
 def accuracy(report: Report, family: str, device: str, small: bool, sets: str) -> None:
@@ -262,7 +262,7 @@ def routes(report: Report, family: str, device: str, small: bool, batches: tuple
     ways = {
         "bf16": model.module,
         "fp8": quantised(model.module, scales, expert_rows=0),
-        "fp8, bf16 expert": quantised(model.module, scales, expert_rows=1 << 30, chain=False),
+        "fp8, bf16 expert": quantised(model.module, scales, expert_rows=1 << 30, fold=False),
         "fp8, as served": quantised(model.module, scales),
     }
     coded = sum(r.nbytes for r in ways["fp8"].readers.values() if isinstance(r, Fp8Linear))  # type: ignore[union-attr]

@@ -12,8 +12,6 @@ from torch import Tensor
 from stretto.layers.cuda import gated
 from stretto.layers.cuda.gated import TOKENS, GatedProduct, gated_product
 from stretto.layers.kernels import fp8_linear, gemm
-from stretto.layers.kernels.fold import ShiftLines
-from stretto.layers.kernels.folded_linear import folded_geglu
 from stretto.layers.kernels.fp8_activation import E4M3
 from stretto.layers.kernels.fp8_linear import fp8_linear_geglu_reference
 from stretto.layers.kernels.linear_activation import linear_geglu_reference
@@ -61,18 +59,6 @@ def test_products_and_gates_of_even_and_odd_numbers_of_tiles(
     on_host: GatedProduct, rows: int, tokens: int, coded: bool
 ) -> None:
     check(on_host, rows, 640 if coded else 320, 256, tokens, coded, clusters=2)
-
-
-@pytest.mark.parametrize("kind", ["none", "row", "token"])
-def test_what_is_left_of_a_norm_is_done_to_the_sums(on_host: GatedProduct, kind: str) -> None:
-    x, weight, *_ = factors(150, 64, 256, False)
-    table = torch.randn(4, 600)[:, :512]
-    lines = {"none": None, "row": torch.tensor([2, 0, 3]), "token": torch.arange(150) % 4}[kind]
-    factor = torch.rand(150) + 0.5
-    got = on_host.run(x, weight, 112, fold=gated.Left(factor, None if lines is None else table, lines), clusters=2)
-    shift = None if lines is None else ShiftLines(table, lines if kind == "row" else lines.view(3, 50))
-    want = folded_geglu.reference(x.view(3, 50, 64), factor.view(3, 50), weight, shift)
-    torch.testing.assert_close(got.float(), want.view(150, 256).float(), rtol=0.01, atol=0.01)
 
 
 def test_strips_of_tiles_reach_every_row_once(on_host: GatedProduct) -> None:

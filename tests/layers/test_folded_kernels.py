@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.layers.kernels import folded_linear, gemm, linear_folded_norm
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm
-from stretto.layers.kernels.fold import Fold, ShiftLines, folded_norm, product_fp32, shifted_products
+from stretto.layers.kernels.fold import Fold, ShiftLines, folded_norm, product_fp32, row_factors, shifted_products
 from stretto.layers.kernels.folded_linear import folded_geglu, folded_rope_write
 from stretto.layers.kernels.linear_folded_norm import linear_add_folded_norm
 from stretto.layers.kernels.linear_rope import rotary_table
@@ -68,6 +68,17 @@ def test_a_folded_norm_leaves_scaled_rows_and_their_factor(kind: str) -> None:
     scaled, factor = folded_norm.kernel(x, norm, 1e-6, torch.float32)
     shift = 0.0 if kind == "none" else norm.parts()[1]
     agree(scaled * factor[..., None] + shift, ada_rms_norm.reference(x, norm, 1e-6))
+
+
+@kernel_test
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_factors_are_made_of_sums_of_squares_in_parts(before: int) -> None:
+    parts, earlier = normal(2, 37, 16).square(), normal(2, 37, before, seed=1).square() + 0.1 if before else None
+    by = torch.full((1,), 0.3, device=DEVICE) if before else None
+    want = torch.rsqrt((parts.sum(-1) / 64 + 1e-6) / (1.0 if earlier is None else earlier.sum(-1) / 64 + 1e-6))
+    assert row_factors.kernel is not None
+    agree(row_factors.kernel(parts, earlier, by, 64, 1e-6), want if by is None else want * 0.3)
+    agree(row_factors.reference(parts, earlier, by, 64, 1e-6), want if by is None else want * 0.3)
 
 
 @kernel_test

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.kernels.ada_rms_norm import Modulation
+from stretto.layers.kernels.ada_rms_norm import Modulation, launch
 from stretto.layers.kernels.fp8_activation import E4M3, fp8_chip, geglu_fp8, gelu_tanh_fp8, to_fp8
+from stretto.layers.kernels.fp8_folded_norm import fp8_folded_norm
 from stretto.layers.kernels.fp8_linear import (
     _inputs,
     fp8_linear,
@@ -113,6 +114,26 @@ def test_modulated_norm(rows: str) -> None:
     torch.testing.assert_close(got[1], want[1])
     direct = Modulation(second.lines()[:, 0] if rows == "row" else second.lines())
     agree(ada_rms_norm_fp8.kernel(residual, None, None, direct, m, 1e-6)[0], to_code(residual, second, m))
+
+
+@kernel_test
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_rows_of_a_folded_norm_are_coded_by_their_size_and_one_norm_later_by_what_it_was(tokens: int) -> None:
+    residual, y = normal(2, tokens, 72, dtype=torch.float32), normal(2, tokens, 72, dtype=torch.float32, seed=1)
+    rows = torch.tensor([3, 1], device=DEVICE)
+    first, second = (Modulation(normal(5, 3 * 72, dtype=torch.float32, seed=i) / 4, rows) for i in (2, 3))
+    assert fp8_folded_norm.kernel is not None
+    got, want = fp8_folded_norm.kernel(residual, first, 1e-6), fp8_folded_norm.reference(residual, first, 1e-6)
+    agree(got.codes_BTD, want.codes_BTD)
+    torch.testing.assert_close(got.squares.factor_BT(), want.squares.factor_BT())
+    codes, total = torch.empty_like(got.codes_BTD), torch.empty_like(residual)
+    squares, before = residual.new_empty(2, tokens, 1), residual.square().view(2, tokens, 9, 8).sum(-1)
+    launch(residual, y, codes, total, first, second, 1e-6, add=True, squares_BT1=squares, before_BTP=before)
+    want_total = residual + first.parts()[2] * y
+    over = torch.rsqrt(before.sum(-1, keepdim=True) / 72 + 1e-6)
+    torch.testing.assert_close(total, want_total)
+    torch.testing.assert_close(squares, want_total.square().sum(-1, keepdim=True))
+    agree(codes, to_fp8.reference(want_total * (1.0 + second.parts()[0]), over))
 
 
 def to_code(residual: Tensor, modulation: Modulation, m: Tensor) -> Tensor:

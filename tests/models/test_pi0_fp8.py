@@ -14,8 +14,14 @@ from torch import Tensor
 from stretto.core.errors import ConfigError
 from stretto.core.plan import whole
 from stretto.layers.fp8 import Fp8Linear
+from stretto.layers.kernels.ada_rms_norm import ada_rms_norm
+from stretto.layers.kernels.attention import PrefixKV
+from stretto.layers.kernels.coded_layers import code_stream, coded_layer
+from stretto.layers.kernels.expert_layers import Shape
+from stretto.layers.kernels.stream import open_stream
 from stretto.models import pi0
 from stretto.models.pi0_config import GemmaDims, VisionDims
+from stretto.models.pi0_expert import ExpertNorms
 from stretto.models.pi0_fp8 import Fp8Net, observed, quantised
 from stretto.runtime.engine import Engine
 from stretto.runtime.weights import update_weights
@@ -157,19 +163,44 @@ def test_small_batches_leave_the_expert_as_it_is() -> None:
     model = model_of("pi05")
     inputs = model.example_inputs(1, seed=3)
     scales = calibrate(model, inputs)
-    ran: list[str] = []
+    ran: list[int] = []
 
-    def noting(name: str, weight: Tensor, bias: Tensor | None) -> Fp8Linear:
-        class Noting(Fp8Linear):
-            def __call__(self, x: Tensor) -> Tensor:
-                ran.append(self.name.split(".")[0])
-                return super().__call__(x)
+    class Noting(Fp8Net):
+        def expert(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
+            ran.append(residual_BSD.shape[1])
+            return super().expert(residual_BSD, norms, prefix)
 
-        return Noting(name, weight, bias, scales[name])
+    def make(name: str, weight: Tensor, bias: Tensor | None) -> Fp8Linear:
+        return Fp8Linear(name, weight, bias, scales[name])
 
-    model.run_on(Fp8Net(model.module, noting, expert_rows=model.config.suffix_tokens + 1))
+    tokens = model.config.suffix_tokens
+    model.run_on(Noting(model.module, make, expert_rows=tokens + 1))
     actions(model, inputs, (0,))
-    assert set(ran) == {"vision", "prefix"}
-    model.run_on(Fp8Net(model.module, noting, expert_rows=model.config.suffix_tokens))
+    assert not ran
+    model.run_on(Noting(model.module, make, expert_rows=tokens))
     actions(model, inputs, (0,))
-    assert set(ran) == {"vision", "prefix", "expert"}
+    assert set(ran) == {tokens}
+
+
+@torch.inference_mode()
+def test_a_batch_in_fp8_rounds_where_the_chain_of_launches_does() -> None:
+    model = model_of("pi05")
+    net, c = model.module, model.config
+    view = quantised(net, calibrate(model, model.example_inputs(2, seed=3)), expert_rows=0)
+    assert view.coded is not None
+    g, d, prefix_tokens = torch.Generator().manual_seed(0), c.language, 24
+    kept = torch.randn(2, 3, d.depth, prefix_tokens, d.kv_heads, d.head_dim, generator=g)
+    length = torch.tensor([24, 17], dtype=torch.int32)
+    mask = torch.arange(prefix_tokens) < length[:, None]
+    keys = PrefixKV(kept[0], kept[1], torch.tensor([2, 0]), mask, length, length)
+    norms = net.norms_of(net.tabled(torch.tensor([1, 0])))
+    residual = torch.randn(2, c.suffix_tokens, c.expert.width, generator=g)
+    lines = [norms.lines(i) for i in range(2 * c.expert.depth + 1)]
+    shape = Shape(**net.expert.layers()[0].rotary, eps=norms.eps)
+    stream = code_stream(open_stream.reference(residual, lines[0], torch.float32), norms.eps)
+    for i in range(c.expert.depth):
+        stream = coded_layer(i, stream, view.coded, lines, keys, shape).end
+    want = ada_rms_norm.reference(stream.residual_BTD, lines[-1], norms.eps)
+    got = view.expert(residual, norms, keys)
+    # A sum in another order may give the neighbouring code.
+    assert (got - want).norm() < 0.2 * (net.expert(residual, norms, keys) - want).norm()

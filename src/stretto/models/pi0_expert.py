@@ -21,7 +21,7 @@ from stretto.layers.dispatch import implementation
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm, gated_add_ada_rms_norm
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.expert_layers import Shape, chain_of, expert_layers
-from stretto.layers.kernels.fold import ShiftLines, folded_norm
+from stretto.layers.kernels.fold import Factor, ShiftLines, folded_norm
 from stretto.layers.kernels.folded_linear import folded_geglu, folded_rope_write
 from stretto.layers.kernels.linear_activation import linear_geglu
 from stretto.layers.kernels.linear_ada_rms_norm import linear_add_ada_rms_norm
@@ -138,18 +138,18 @@ class Expert(nn.Module):
         (batch, tokens), dims = residual.shape[:2], blocks[0].dims
         table = rotary_table(positions_BS, dims.head_dim, blocks[0].theta)
         rows_B = torch.arange(batch, device=residual.device)
+        factor: Factor
         x, factor = folded_norm(residual, lines(0), eps, self.dtype)
         for i, block in enumerate(blocks):
             n = 2 * i
             k, v = (x.new_empty(batch, tokens, dims.kv_heads, dims.head_dim) for _ in range(2))
             q = folded_rope_write(x, factor, block.qkv.weight, shifts[n], table, k, v, rows_B, heads=block.heads)
             y = prefix.attend(i, q, k, v, self.lead)
-            x, factor, residual = linear_add_folded_norm(y, block.out.weight, residual, lines(n), lines(n + 1), eps, self.dtype)
+            norm = lines(n), lines(n + 1), eps, self.dtype
+            x, factor, residual = linear_add_folded_norm(y, block.out.weight, residual, *norm)
             y, last = folded_geglu(x, factor, block.gate_up.weight, shifts[n + 1]), i == len(blocks) - 1
-            dtype = torch.float32 if last else self.dtype
-            x, factor, residual = linear_add_folded_norm(
-                y, block.down.weight, residual, lines(n + 1), lines(n + 2), eps, dtype, not last
-            )
+            norm = lines(n + 1), lines(n + 2), eps, torch.float32 if last else self.dtype
+            x, factor, residual = linear_add_folded_norm(y, block.down.weight, residual, *norm, not last)
         return x
 
     def streamed(self, stream: Stream, norms: ExpertNorms, prefix: PrefixKV, coded: Coded | None = None) -> Stream:

@@ -2,24 +2,30 @@
 
 What stays as it is: residual streams, norms, attention, the patch embedding, the projection of image tokens, everything
 round the actions and the flow time. Where gradients are asked for (`vjp` chunking) the expert runs as it is; so it does for
-batches too small to gain from FP8, but where its chain of launches runs, which has a form in e4m3 (pi0.5 on sm_90, one robot).
+batches too small to gain from FP8. On sm_90 none of pi0.5 is: one robot's chain of launches has a form in e4m3, and batches
+run kernels that round where it does.
 
 Shape legend: as in pi0_net.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import ConfigError
+from stretto.layers.cuda import added
 from stretto.layers.cuda.chain import Coded, Weights
 from stretto.layers.fp8 import HEADROOM, Fp8Linear, Kept, ObservedLinear, Reader
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.coded_prefix import code_factors
+from stretto.layers.kernels.fold import ShiftLines
+from stretto.layers.kernels.folded_linear import folded_geglu, folded_rope_write
+from stretto.layers.kernels.fp8_folded_norm import folded_launches, fp8_folded_norm, fp8_linear_add_folded_norm
+from stretto.layers.kernels.fp8_linear import fp8_linear
 from stretto.layers.kernels.layer_norm import sum_layer_norm
 from stretto.layers.kernels.linear_rope import rotary_table
 from stretto.layers.kernels.prefix_layout import PrefixLayout
@@ -27,14 +33,19 @@ from stretto.layers.kernels.prefix_stream import prefix_stream
 from stretto.layers.kernels.rotate_write import rotate_write
 from stretto.layers.kernels.sum_norm import Stream
 from stretto.layers.linear import FusedLinear
+from stretto.layers.part import part
 from stretto.models.pi0_expert import ExpertNorms, GemmaBlock
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 from stretto.models.pi0_vision import VisionBlock
 
 Make = Callable[[str, Tensor, Tensor | None], Reader]
-EXPERT_ROWS = 400
-"""From this many suffix tokens in a batch on, the expert runs in FP8. On an H200 ten steps of pi0.5 take 12.3 ms either way at
-200 tokens, and 29.5 against 31.8 ms at 1,600: below, launches and reading weights take longer than to multiply."""
+EXPERT_ROWS = 200
+"""From this many suffix tokens in a batch on, the expert runs in FP8 by whole norms in e4m3. On an H200 ten steps of pi0.5 take
+9.5 ms at 200 tokens, and 10.7 in bf16: below, launches and reading weights take longer than to multiply."""
+FOLDED_ROWS = 51
+"""The same by folded norms, where their products have launches of their own: all but one robot of pi0.5, which has a chain."""
+MOST_FOLDED_ROWS = added.MOST_ROWS
+"""Up to here folded norms are faster than whole ones, whose products are by cuBLAS."""
 
 
 class Readers(NamedTuple):
@@ -47,15 +58,30 @@ class Readers(NamedTuple):
     down: Reader
 
 
+class CodedReaders(NamedTuple):
+    """The same of a block of the expert whose products are all in FP8."""
+
+    qkv: Fp8Linear
+    out: Fp8Linear
+    up: Fp8Linear
+    down: Fp8Linear
+
+
+class Turns(NamedTuple):
+    """How queries and keys are rotated: a table of angles, and the rows that it is for."""
+
+    table: tuple[Tensor, Tensor]
+    rows_B: Tensor
+
+
 class Fp8Net:
     """Runs the stages of a policy with the layers that `make` puts in place of its products.
 
     Weights belong to `net`; call `refresh` after they have changed.
     """
 
-    def __init__(self, net: Pi0Net, make: Make, *, expert_rows: int = EXPERT_ROWS, chain: bool = True) -> None:
+    def __init__(self, net: Pi0Net, make: Make, *, expert_rows: int | None = None, fold: bool = True) -> None:
         self.net, self.config, self.dtype = net, net.config, net.dtype
-        self.expert_rows = expert_rows
         self.readers = {name: make(name, weight_NK, bias_N) for name, weight_NK, bias_N in _linears(net)}
         self._vision = [self._block(f"vision.{i}") for i in range(len(net.vision.blocks))]
         # Of the prefix's last layer only keys and values are wanted.
@@ -63,7 +89,10 @@ class Fp8Net:
         self._last_kv = self.readers[f"prefix.{len(self._prefix)}.qkv"]
         self._expert = [self._block(f"expert.{i}") for i in range(len(net.expert.blocks))]
         self._by_L3 = torch.ones(len(self._prefix), 3, device=net.prefix.embed.device)
-        self.coded = _coded(net, self._expert) if chain else None
+        self._coded_expert = _in_fp8(self._expert) if net.config.family == "pi05" and fold else []
+        self.coded = _coded(net, self._coded_expert) if self._coded_expert else None
+        self.folds = self.coded is not None and folded_launches(net.table.device)
+        self.expert_rows = (FOLDED_ROWS if self.folds else EXPERT_ROWS) if expert_rows is None else expert_rows
         self.refresh()
 
     def _block(self, at: str) -> Readers:
@@ -81,7 +110,7 @@ class Fp8Net:
             dims = self.config.language
             line.copy_(code_factors(block.qkv.weight.detach(), 1.0 + norm.detach(), dims.heads, dims.kv_heads))
         if self.coded is not None:
-            for line, its in zip(self.coded.scales_L6, self._expert, strict=True):
+            for line, its in zip(self.coded.scales_L6, self._coded_expert, strict=True):
                 line.copy_(torch.stack(_scales(its)))
 
     def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> PrefixLayout:
@@ -132,22 +161,30 @@ class Fp8Net:
     def velocity(self, x_BHA: Tensor, condition: Condition, prefix: PrefixKV, state_BW: Tensor | None = None) -> Tensor:
         """Return the flow's velocity, as `Pi0Net.velocity`."""
         suffix_rows = x_BHA.shape[0] * self.config.suffix_tokens
-        if torch.is_grad_enabled() or suffix_rows < self.expert_rows:
+        # The chain of one robot is made for a whole device.
+        least = 1 if part() and self.expert_rows == FOLDED_ROWS else self.expert_rows
+        if torch.is_grad_enabled() or suffix_rows < least:
             return self.net.velocity(x_BHA, condition, prefix, state_BW, coded=self.coded)
         return self.net.velocity(x_BHA, condition, prefix, state_BW, self.expert)
 
     def expert(self, residual_BSD: Tensor, norms: ExpertNorms, prefix: PrefixKV) -> Tensor:
         """Return the normed last hidden states in fp32, as `Expert`."""
-        dims, readers, norm, eps = self.config.expert, self._expert, norms.lines, norms.eps
-        theta = self.config.rope_theta
+        dims, theta, device = self.config.expert, self.config.rope_theta, residual_BSD.device
         batch, tokens = residual_BSD.shape[:2]
-        positions_BS = prefix.suffix_start_B[:, None] + torch.arange(tokens, device=residual_BSD.device)
-        table, rows_B = rotary_table(positions_BS, dims.head_dim, theta), torch.arange(batch, device=residual_BSD.device)
-        x, residual = readers[0].qkv.ada_normed(residual_BSD, None, None, norm(0), eps)
+        positions_BS = prefix.suffix_start_B[:, None] + torch.arange(tokens, device=device)
+        turns = Turns(rotary_table(positions_BS, dims.head_dim, theta), torch.arange(batch, device=device))
+        if not self.folds or norms.shifts is None or batch * tokens > MOST_FOLDED_ROWS:
+            return self._calibrated(residual_BSD, norms, prefix, turns)
+        return self._folded(residual_BSD, norms, norms.shifts, prefix, turns)
+
+    def _calibrated(self, residual: Tensor, norms: ExpertNorms, prefix: PrefixKV, turns: Turns) -> Tensor:
+        """Run the layers with whole norms in e4m3, by their calibration: there is no table of shifts' products."""
+        dims, readers, norm, eps = self.config.expert, self._expert, norms.lines, norms.eps
+        x, residual = readers[0].qkv.ada_normed(residual, None, None, norm(0), eps)
         for i, its in enumerate(readers):
             qkv = its.qkv(x)
-            k, v = qkv.new_empty(2, batch, tokens, dims.kv_heads, dims.head_dim)
-            q = rotate_write(qkv, table, k, v, rows_B, heads=dims.heads)
+            k, v = qkv.new_empty(2, *qkv.shape[:2], dims.kv_heads, dims.head_dim)
+            q = rotate_write(qkv, turns.table, k, v, turns.rows_B, heads=dims.heads)
             y = its.out(its.out.suffix_attended(prefix, i, q, k, v, self.net.expert.lead))
             x, residual = its.up.ada_normed(residual, y, norm(2 * i), norm(2 * i + 1), eps)
             y = its.down(its.down.geglu_of(its.up, x))
@@ -155,21 +192,46 @@ class Fp8Net:
                 x, residual = readers[i + 1].qkv.ada_normed(residual, y, norm(2 * i + 1), norm(2 * i + 2), eps)
         return norms.add(2 * len(readers), residual, y.float())[0]
 
+    def _folded(
+        self, residual: Tensor, norms: ExpertNorms, shifts: Sequence[ShiftLines | None], prefix: PrefixKV, turns: Turns
+    ) -> Tensor:
+        """Run the layers with norms folded as the chain does in e4m3, so that a row is rounded where it is when it is alone."""
+        dims, norm, heads, last = self.config.expert, norms.lines, self.config.expert.heads, len(self._coded_expert) - 1
+        x, factor, residual = fp8_folded_norm(residual, norm(0), norms.eps)
+        for i, (qkv, out, up, down) in enumerate(self._coded_expert):
+            n = 2 * i
+            k, v = residual.new_empty(2, *residual.shape[:2], dims.kv_heads, dims.head_dim, dtype=self.dtype)
+            factor = factor._replace(by=qkv.scales[1])
+            q = folded_rope_write(x, factor, qkv.codes_NK, shifts[n], turns.table, k, v, turns.rows_B, heads=heads)
+            y = out.suffix_attended(prefix, i, q, k, v, self.net.expert.lead)
+            product, norms_of = (y, out.codes_NK, out.scales, residual, factor), (norm(n), norm(n + 1))
+            x, factor, residual = fp8_linear_add_folded_norm(*product, *norms_of)
+            factor = factor._replace(by=up.scales[1])
+            y = folded_geglu(x, factor, up.codes_NK, shifts[n + 1], down.multiplier)
+            if i == last:
+                break
+            product, norms_of = (y, down.codes_NK, down.scales, residual, factor), (norm(n + 1), norm(n + 2))
+            x, factor, residual = fp8_linear_add_folded_norm(*product, *norms_of)
+        return norms.add(2 * last + 2, residual, fp8_linear(y, down.codes_NK, None, down.scales, torch.float32))[0]
 
-def _coded(net: Pi0Net, expert: list[Readers]) -> Coded | None:
-    """Return the expert's products as its chain of launches takes them, if all of them are in FP8 and shifts have tables."""
-    if net.config.family != "pi05" or not all(isinstance(reader, Fp8Linear) for its in expert for reader in its):
-        return None
-    weights = [Weights(*(reader.codes_NK for reader in its if isinstance(reader, Fp8Linear))) for its in expert]
+
+def _in_fp8(expert: list[Readers]) -> list[CodedReaders]:
+    """Return the expert's layers if all of them are in FP8, else none."""
+    found = [tuple(reader for reader in its if isinstance(reader, Fp8Linear)) for its in expert]
+    return [CodedReaders(*its) for its in found] if all(len(its) == len(Readers._fields) for its in found) else []
+
+
+def _coded(net: Pi0Net, expert: list[CodedReaders]) -> Coded:
+    """Return the expert's products as its chain of launches takes them; shifts have tables."""
+    weights = [Weights(*(reader.codes_NK for reader in its)) for its in expert]
     scales = torch.empty(len(expert), 6, dtype=torch.float32, device=net.table.device)
     return Coded(weights, scales, net.qkv_shifts, net.gate_up_shifts)
 
 
-def _scales(its: Readers) -> list[Tensor]:
+def _scales(its: CodedReaders) -> list[Tensor]:
     """A line of `Coded.scales_L6`. Rows of the stream are coded by their own size, not by a calibration."""
-    qkv, out, up, down = (reader for reader in its if isinstance(reader, Fp8Linear))
-    by_out, by_down = (reader.scales[0] * reader.scales[1] for reader in (out, down))
-    return [qkv.scales[1], out.multiplier[0], by_out, up.scales[1], down.multiplier[0], by_down]
+    by_out, by_down = (reader.scales[0] * reader.scales[1] for reader in (its.out, its.down))
+    return [its.qkv.scales[1], its.out.multiplier[0], by_out, its.up.scales[1], its.down.multiplier[0], by_down]
 
 
 def observed(net: Pi0Net) -> tuple[Fp8Net, Mapping[str, ObservedLinear]]:
@@ -188,12 +250,13 @@ def quantised(
     input_max: Mapping[str, float],
     *,
     headroom: float = HEADROOM,
-    expert_rows: int = EXPERT_ROWS,
-    chain: bool = True,
+    expert_rows: int | None = None,
+    fold: bool = True,
 ) -> Fp8Net:
     """Return a network whose products run in FP8, with input scales from a calibration.
 
-    From `expert_rows` suffix tokens on the expert runs in FP8 as separate kernels; below, as a chain of launches, if `chain`.
+    From `expert_rows` suffix tokens on, where FP8 pays by default, the expert runs in FP8 as separate kernels; one robot by its
+    chain of launches. With `fold` norms of pi0.5's expert are folded into its products; without, there is no chain either.
 
     Raises:
         ConfigError: if a layer's largest input is missing, not of this network, or not a positive number.
@@ -207,12 +270,12 @@ def quantised(
     def make(name: str, weight_NK: Tensor, bias_N: Tensor | None) -> Reader:
         return Fp8Linear(name, weight_NK, bias_N, input_max[name], headroom)
 
-    return Fp8Net(net, make, expert_rows=expert_rows, chain=chain)
+    return Fp8Net(net, make, expert_rows=expert_rows, fold=fold)
 
 
 def _linears(net: Pi0Net) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Yield name, weight and bias of every product that FP8 takes."""
-    for part, blocks in (("vision", net.vision.blocks), ("prefix", net.prefix.blocks), ("expert", net.expert.blocks)):
+    for name, blocks in (("vision", net.vision.blocks), ("prefix", net.prefix.blocks), ("expert", net.expert.blocks)):
         for i, block in enumerate(blocks):
             layers: dict[str, FusedLinear | nn.Linear] = {}
             if isinstance(block, VisionBlock):
@@ -221,4 +284,4 @@ def _linears(net: Pi0Net) -> Iterator[tuple[str, Tensor, Tensor | None]]:
                 layers = {"qkv": block.qkv}
                 layers |= {"out": block.out, "up": block.gate_up, "down": block.down} if block.heads else {}
             for field, layer in layers.items():
-                yield f"{part}.{i}.{field}", layer.weight, layer.bias
+                yield f"{name}.{i}.{field}", layer.weight, layer.bias

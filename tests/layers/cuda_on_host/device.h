@@ -40,7 +40,7 @@ struct Warp {
     int arrived = 0, alive = 32;
     uint64_t round = 0;
     const char* what = nullptr;
-    uint32_t in[32][2], out[32][1];
+    uint32_t in[32][6], out[32][1];
 };
 
 struct Meeting {

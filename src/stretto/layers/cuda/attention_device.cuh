@@ -7,9 +7,6 @@ namespace device {
 
 constexpr float INFINITE = __builtin_huge_valf();
 ON_DEVICE uint8_t at(const uint8_t* p) { return __ldg(p); }
-ON_DEVICE void barrier_arrive(Barrier* b) {
-    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(shared_at(b)) : "memory");
-}
 // Between a wait for products and what reads their sums: the compiler knows of no such order.
 template <int N>
 ON_DEVICE void settle(float (&c)[N]) {

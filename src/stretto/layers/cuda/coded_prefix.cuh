@@ -179,7 +179,7 @@ template <class C>
 ON_DEVICE void ask_scores(float (&s)[KEYS / 2], const char* q, const char* k) {
 #pragma unroll
     for (int n = 0; n < HEAD / 32; ++n)
-        device::multiply_coded_128(s, q + n / 4 * C::Q_PART + n % 4 * 32, k + n / 4 * (KEYS * 128) + n % 4 * 32, n > 0);
+        device::Product<128, true>::add_to(s, q + n / 4 * C::Q_PART + n % 4 * 32, k + n / 4 * (KEYS * 128) + n % 4 * 32, n > 0);
     device::products_end();
 }
 
@@ -326,10 +326,10 @@ ON_DEVICE void run(const Given& a, char* shared) {
     }
     device::sync_all();
     if (thread >= C::GROUPS * GROUP) {
-        if constexpr (C::GROUPS == 2) device::give_registers();
+        if constexpr (C::GROUPS == 2) device::give_most_registers();
         if (thread < C::GROUPS * GROUP + 32) bring(a, room, order, thread % 32);
     } else {
-        if constexpr (C::GROUPS == 2) device::take_registers();
+        if constexpr (C::GROUPS == 2) device::take_most_registers();
         attend(a, room, order, thread / GROUP, thread % GROUP);
     }
 }

@@ -8,35 +8,31 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stretto.layers.cuda import wide
 from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.wide import E4M3, Cut, Left, left_words, pointer
 from stretto.layers.part import part
 
 log = logging.getLogger(__name__)
-E4M3 = torch.float8_e4m3fn
 TOKENS = (112, 128)
-"""Rows of a tile."""
+"""Rows of a tile of the lasting cuts, whose thread blocks take tile after tile."""
 FEATURES = 256
-"""Of a pair of thread blocks."""
+"""Of a pair of their thread blocks."""
+CUTS = (Cut(128, 56, 2, 1, 1, 1, 4), Cut(128, 104, 2, 1, 1, 2, 6), Cut(128, 200, 2, 1, 1, 2, 4))
+"""Cuts whose thread blocks have one tile each, for rows up to some hundreds or thousands; those of gated.cu."""
 
 
-class Left(NamedTuple):
-    """What is left of a norm behind its product, as fold.py has it: a factor of each row, and perhaps a line of a table."""
+def rule(rows: int) -> Cut:
+    """Choose a cut for so many rows without a measurement."""
+    return CUTS[0 if rows <= 56 else 1 if rows <= 300 else 2]
 
-    factor_M: Tensor
-    table_SN: Tensor | None = None
-    lines: Tensor | None = None
-    """Dense int64; each is of as many consecutive rows as there are rows for it."""
 
-    def words(self, rows: int) -> tuple[int, ...]:
-        if self.table_SN is None or self.lines is None:
-            return self.factor_M.data_ptr(), 0, 0, 0, 1
-        step = self.table_SN.stride(0)
-        return self.factor_M.data_ptr(), self.table_SN.data_ptr(), self.lines.data_ptr(), step, rows // self.lines.numel()
+def lasting(tokens: int) -> Cut:
+    return Cut(256, tokens, 2, 1, 1, 2, 4)
 
 
 class GatedProduct:
@@ -55,20 +51,22 @@ class GatedProduct:
         self,
         x: Tensor,
         weight_2FK: Tensor,
-        tokens: int,
+        cut: int | Cut,
         scales: tuple[Tensor, Tensor] | None = None,
         multiplier: Tensor | None = None,
         fold: Left | None = None,
         clusters: int | None = None,
+        early: bool = False,
     ) -> Tensor:
         """Return gelu(gate) * up for x [..., K]: [..., F] in x's dtype.
 
         Args:
-            tokens: rows of a tile, one of TOKENS.
-            scales: of coded x and weight, tensors of one element each.
+            cut: how to cut it, with a fold; or a number of TOKENS, without one, of rows a tile of a lasting cut.
+            scales: of coded x and weight, tensors of one element each, where there is no fold.
             multiplier: of a coded result.
-            fold: what is left of a norm, of bf16 factors only.
-            clusters: pairs of thread blocks; as many as the device holds by default.
+            fold: what is left of a norm; of codes, with all that they are multiplied by.
+            clusters: of a lasting cut, pairs of thread blocks; as many as the device holds by default.
+            early: whether the launch may start while the one ahead of it runs.
 
         Raises:
             RuntimeError: if the launch is refused.
@@ -77,13 +75,11 @@ class GatedProduct:
         rows = x.numel() // inner
         clusters = clusters or (min(self.clusters, part() // 2) if part() else self.clusters)
         out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
-        pointers = (
-            (0, 0, 0) if scales is None or multiplier is None else (*(s.data_ptr() for s in scales), multiplier.data_ptr())
-        )
-        left = (0, 0, 0, 0, 1) if fold is None else fold.words(rows)
+        pointers = (*((0, 0) if scales is None else (s.data_ptr() for s in scales)), pointer(multiplier))
         words = (
-            x.data_ptr(), weight_2FK.data_ptr(), out.data_ptr(), *pointers, rows, features,
-            inner * x.element_size(), tokens, int(x.dtype == E4M3), clusters, *left,
+            x.data_ptr(), weight_2FK.data_ptr(), out.data_ptr(), *pointers, rows, 2 * features,
+            inner * x.element_size(), int(x.dtype == E4M3), clusters, int(early), *left_words(fold, rows),
+            *(lasting(cut) if isinstance(cut, int) else cut),
         )  # fmt: skip
         queue = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         error = self._launch((ctypes.c_int64 * len(words))(*words), queue)
@@ -93,11 +89,8 @@ class GatedProduct:
 
 
 def takes(x: Tensor, weight_2FK: Tensor) -> bool:
-    """Tell whether the product takes these: dense bf16 or e4m3, whole runs of 128 bytes, whole pairs of blocks of features."""
-    dense = x.is_contiguous() and weight_2FK.is_contiguous() and x.dtype == weight_2FK.dtype
-    known = x.dtype in (torch.bfloat16, E4M3) and x.shape[-1] * x.element_size() % 128 == 0
-    aligned = x.data_ptr() % 16 == 0 and weight_2FK.data_ptr() % 16 == 0
-    return dense and known and aligned and weight_2FK.shape[0] % (2 * FEATURES) == 0
+    """Tell whether the product takes these: dense bf16 or e4m3, whole runs of 128 bytes, whole clusters of features."""
+    return wide.takes(x, weight_2FK) and weight_2FK.shape[0] % (2 * FEATURES) == 0
 
 
 def product_for(x: Tensor, weight_2FK: Tensor) -> GatedProduct | None:

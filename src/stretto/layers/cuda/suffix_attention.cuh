@@ -531,7 +531,7 @@ ON_DEVICE void run(const Given& a, char* shared) {
         device::cluster_wait();
     }
     if (group == GROUPS) {
-        device::give_registers();
+        device::give_most_registers();
         if (index < 32) bring(a, task, room, index);
         else if (index < 64 && a.ahead_bytes > 0) ask_ahead(a, index - 32);
         device::sync_warp();
@@ -541,7 +541,7 @@ ON_DEVICE void run(const Given& a, char* shared) {
         }
         leave<C>();
     } else {
-        device::take_registers();
+        device::take_most_registers();
         work(a, task, room, group, index);
         leave<C>();
     }

@@ -104,6 +104,7 @@ def _ada_rms_norm_kernel(
     out: tl.tensor,
     total: tl.tensor,
     factor: tl.tensor,
+    before: tl.tensor,
     gate_table: tl.tensor,
     gate_stride: tl.tensor,
     gate_rows: tl.tensor,
@@ -122,6 +123,10 @@ def _ada_rms_norm_kernel(
     SHIFTED: tl.constexpr,
     FOLDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    CODED: tl.constexpr,
+    BEFORE_PARTS: tl.constexpr,
+    BEFORE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -144,10 +149,21 @@ def _ada_rms_norm_kernel(
         value = stored.to(tl.float32)
     line = line_of(norm_table, norm_stride, norm_rows, tokens, NORM_INDEXED, NORM_PER_TOKEN)
     scale = tl.load(line + column, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    squares = tl.sum(value * value, 0)
+    inverse = tl.rsqrt(squares / width + eps)
     if FOLDED:
-        tl.store(factor + tl.program_id(0), inverse)
+        tl.store(factor + tl.program_id(0), squares if SQUARES else inverse)
         normed = value * (1.0 + scale)
+        if CODED:
+            over = inverse
+            if BEFORE_PARTS > 0:
+                part = tl.arange(0, BEFORE_BLOCK)
+                its = tl.load(before + tl.program_id(0) * BEFORE_PARTS + part, mask=part < BEFORE_PARTS, other=0.0)
+                over = tl.rsqrt(tl.sum(its, 0) / width + eps)
+            normed *= over
+            # Two selects instead of min and max, which would lose a NaN.
+            normed = tl.where(normed > 448.0, 448.0, normed)
+            normed = tl.where(normed < -448.0, -448.0, normed)
     else:
         normed = value * inverse * (1.0 + scale)
         if SHIFTED:
@@ -182,22 +198,29 @@ def launch(
     *,
     add: bool,
     factor_BT: Tensor | None = None,
+    squares_BT1: Tensor | None = None,
+    before_BTP: Tensor | None = None,
 ) -> None:
     """Run the kernel; y may be parts [S, M, D] that are summed first, in their order.
 
-    With `factor_BT` the norm is folded: rows are scaled only, and 1 / rms goes there.
+    With `factor_BT` the norm is folded: rows are scaled only, and 1 / rms goes there; or sums of squares go to `squares_BT1`.
+    Folded rows in e4m3 are divided by a root mean square, their own or that of the sums of squares `before_BTP`.
     """
     batch, tokens, width = x.shape
     gate, norm, block, overlap = gated_by.addressing(), normed_by.addressing(), block_of(width), overlaps(x)
+    folded = factor_BT if squares_BT1 is None else squares_BT1
+    parts = 0 if before_BTP is None else before_BTP.shape[-1]
     _ada_rms_norm_kernel[(batch * tokens,)](
-        x, y, out, total, out if factor_BT is None else factor_BT,
+        x, y, out, total, total if folded is None else folded, total if before_BTP is None else before_BTP,
         gate.table, gate.stride, gate.rows,
         norm.table, norm.stride, norm.rows,
         tokens, width, eps,
         ADD=add,
         GATE_INDEXED=gate.indexed, GATE_PER_TOKEN=gate.per_token, GATED=not gated_by.scale_only,
         NORM_INDEXED=norm.indexed, NORM_PER_TOKEN=norm.per_token, SHIFTED=not normed_by.scale_only,
-        FOLDED=factor_BT is not None, SPLITS=y.numel() // x.numel(), BLOCK=block, OVERLAP=overlap,
+        FOLDED=folded is not None, SPLITS=y.numel() // x.numel(), SQUARES=squares_BT1 is not None,
+        CODED=out.dtype == torch.float8_e4m3fn, BEFORE_PARTS=parts, BEFORE_BLOCK=block_of(max(parts, 1)), BLOCK=block,
+        OVERLAP=overlap,
         num_warps=warps_of(block), launch_pdl=overlap,
     )  # fmt: skip
 

@@ -19,7 +19,8 @@ from torch.nn.functional import linear
 from stretto.layers import cublas_lt
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Modulation, launch
-from stretto.layers.kernels.language import jit, tl
+from stretto.layers.kernels.language import block_of, cdiv, jit, tl
+from stretto.layers.kernels.overlap import await_inputs, overlaps
 from stretto.layers.tuning import Config
 
 
@@ -38,11 +39,38 @@ class ShiftLines(NamedTuple):
         return lines[:, None] if lines.dim() == 2 else lines
 
 
-class Fold(NamedTuple):
-    """What is left of a norm behind its product: multiply by the row's factor (fp32 [B, T]), add its line, if any."""
+class RowSquares(NamedTuple):
+    """What rows' factors are made of, where the kernel that reads them does it: sums of squares of P parts of each row.
 
-    factor_BT: Tensor
+    A factor is 1 / rms. Codes of e4m3 were divided by a root mean square of their own, `before`, for which that makes up, and
+    their product is multiplied by `by`, too.
+    """
+
+    squares_BTP: Tensor
+    width: int
+    eps: float
+    before_BTP: Tensor | None = None
+    by: Tensor | None = None
+    """One element."""
+
+    def factor_BT(self) -> Tensor:
+        return row_factors(self.squares_BTP, self.before_BTP, self.by, self.width, self.eps)
+
+
+Factor = Tensor | RowSquares
+"""Of a row, fp32 [B, T], or what it is made of."""
+
+
+class Fold(NamedTuple):
+    """What is left of a norm behind its product: multiply by the row's factor, add its line, if any."""
+
+    factor: Factor
     shift: ShiftLines | None = None
+
+    @property
+    def factor_BT(self) -> Tensor:
+        """The rows' factors, for a kernel that takes no squares: a launch makes them if need be."""
+        return self.factor.factor_BT() if isinstance(self.factor, RowSquares) else self.factor
 
     def on(self, product_BTN: Tensor) -> Tensor:
         """Return the product of the whole norm, in fp32."""
@@ -126,6 +154,57 @@ def folded_norm_triton(x_BTD: Tensor, normed_by: Modulation, eps: float, dtype: 
     return out, factor
 
 
+def row_factors_reference(squares_BTP: Tensor, before_BTP: Tensor | None, by: Tensor | None, width: int, eps: float) -> Tensor:
+    """Return the factors [B, T] that `RowSquares` stands for."""
+    mean = squares_BTP.sum(-1) / width + eps
+    if before_BTP is not None:
+        mean = mean / (before_BTP.sum(-1) / width + eps)
+    factor = torch.rsqrt(mean)
+    return factor if by is None else factor * by
+
+
+@jit
+def _row_factors_kernel(
+    squares: tl.tensor,
+    before: tl.tensor,
+    by: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    PARTS: tl.constexpr,
+    BEFORE_PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    await_inputs(OVERLAP)
+    row, part = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None]
+    its = tl.load(squares + row[:, None] * PARTS + part, mask=inside & (part < PARTS), other=0.0)
+    mean = tl.sum(its, 1) / width + eps
+    if BEFORE_PARTS > 0:
+        its = tl.load(before + row[:, None] * BEFORE_PARTS + part, mask=inside & (part < BEFORE_PARTS), other=0.0)
+        mean /= tl.sum(its, 1) / width + eps
+    factor = tl.rsqrt(mean)
+    if SCALED:
+        factor *= tl.load(by)
+    tl.store(out + row, factor, mask=row < rows)
+
+
+def row_factors_triton(squares_BTP: Tensor, before_BTP: Tensor | None, by: Tensor | None, width: int, eps: float) -> Tensor:
+    squares, before = squares_BTP.contiguous(), squares_BTP if before_BTP is None else before_BTP.contiguous()
+    out = torch.empty(squares.shape[:2], dtype=torch.float32, device=squares.device)
+    parts, before_parts, overlap = squares.shape[-1], 0 if before_BTP is None else before.shape[-1], overlaps(squares)
+    _row_factors_kernel[(cdiv(out.numel(), ROWS),)](
+        squares, before, squares if by is None else by, out, out.numel(), width, eps,
+        PARTS=parts, BEFORE_PARTS=before_parts, SCALED=by is not None, ROWS=ROWS,
+        BLOCK=block_of(max(parts, before_parts)), OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
 def shifted_products(shift_SD: Tensor, weight_NK: Tensor) -> Tensor:
     """Return shift @ weight.T in fp32, [S, N]: a table for `ShiftLines`. Shifts are rounded as the product's rows are."""
     return linear(shift_SD.to(weight_NK.dtype).float(), weight_NK.float())
@@ -142,4 +221,7 @@ def fold_line(
     return table + tl.load(lines + at).to(tl.int64) * stride
 
 
+ROWS = 32
+"""Of a program that makes factors."""
+row_factors = FusedOp(row_factors_reference, row_factors_triton)
 folded_norm = FusedOp(folded_norm_reference, folded_norm_triton)

@@ -1,7 +1,8 @@
 """A linear layer, the gated residual after it, and the next norm folded (fold.py): nothing is rounded but the norm's rows.
 
-The product reaches the norm in fp32: as parts of a split inner width, or whole from cuBLAS. Which at a shape is a measured
-choice.
+The product reaches the norm in fp32: as parts of a split inner width, or whole from cuBLAS, which a pass reads; or in the
+kernel that multiplies (`layers.cuda.added`), which then leaves sums of squares instead of factors. Which at a shape is a
+measured choice.
 
 Shape legend: as in linear_ada_rms_norm.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stretto.layers.cuda import added
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels import gemm, linear_ada_rms_norm
 from stretto.layers.kernels.ada_rms_norm import Modulation, ada_rms_norm_reference, launch
-from stretto.layers.kernels.fold import chosen_product_fp32, folded_norm_reference, product_fp32
+from stretto.layers.kernels.fold import Factor, RowSquares, chosen_product_fp32, folded_norm_reference, product_fp32
 from stretto.layers.kernels.gemm import Tiling
-from stretto.layers.tuning import Config, Tunable, tuned
+from stretto.layers.kernels.overlap import overlaps
+from stretto.layers.tuning import Config, Key, Tunable, tuned
 
 OP = "linear_add_folded_norm"
 SPLIT_ROWS = 300
@@ -32,8 +35,8 @@ def linear_add_folded_norm_reference(
     eps: float,
     dtype: torch.dtype,
     fold: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (s (1 + scale) in `dtype`, 1 / rms(s) in fp32 [B, T], s) for s = residual + gate * (x @ weight.T).
+) -> tuple[Tensor, Factor, Tensor]:
+    """Return (s (1 + scale) in `dtype`, 1 / rms(s) in fp32 [B, T] or its makings, s) for s = residual + gate * (x @ weight.T).
 
     Without `fold` the first is the finished norm, and the second is empty.
     """
@@ -52,11 +55,9 @@ def linear_add_folded_norm_triton(
     eps: float,
     dtype: torch.dtype,
     fold: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Factor, Tensor]:
     key = (x_BTK.numel() // x_BTK.shape[-1], x_BTK.shape[-1], weight_DK.shape[0])
-    choice: Config = {"impl": "cublas"}
-    if gemm.takes(x_BTK, weight_DK):
-        choice = tuned(OP, key, x_BTK.dtype, x_BTK.device) or _rule(x_BTK, weight_DK)
+    choice = tuned(OP, key, x_BTK.dtype, x_BTK.device) if gemm.takes(x_BTK, weight_DK) else {"impl": "cublas"}
     return run(choice, x_BTK, weight_DK, residual_BTD, gated_by, normed_by, eps, dtype, fold)
 
 
@@ -70,10 +71,16 @@ def run(
     eps: float,
     dtype: torch.dtype,
     fold: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Factor, Tensor]:
     """Run one choice; None is the rule."""
-    choice = choice or _rule(x, weight)
     residual = residual.contiguous()
+    cut = added.chosen(choice, x.shape[:2].numel()) if fold and dtype == x.dtype else None
+    product = added.product_for(x, weight, residual, gated_by, normed_by) if cut is not None else None
+    if product is not None and cut is not None:
+        scaled, squares, total = product.run(x, weight, residual, gated_by, normed_by, cut, early=overlaps(x))
+        return scaled, RowSquares(squares, weight.shape[0], eps), total
+    if choice is None or choice["impl"] == "cuda":
+        choice = _rule(x, weight)
     if choice["impl"] == "triton":
         y = gemm.split_gemm(x, weight, Tiling.of(choice), int(choice["splits"]))
     else:
@@ -85,11 +92,17 @@ def run(
 
 
 def _rule(x: Tensor, weight: Tensor) -> Config:
+    """Choose where there are no launches in CUDA C++."""
     rows, inner = x.numel() // x.shape[-1], x.shape[-1]
-    if rows >= SPLIT_ROWS or inner < 1024 or not gemm.on_hopper(x):
+    if rows >= SPLIT_ROWS or inner < 1024 or not gemm.on_hopper(x) or not gemm.takes(x, weight):
         return {"impl": "cublas"}
     return {**Tiling(64, 128, 64, 4, 4, 8, 0).config, "splits": 4}
 
 
+def _candidates(key: Key) -> list[Config]:
+    return linear_ada_rms_norm.candidates(key) + [{"impl": "cuda", "cut": c.name} for c in added.CUTS if c.suits(key[0])]
+
+
 linear_add_folded_norm = FusedOp(linear_add_folded_norm_reference, linear_add_folded_norm_triton)
-TUNABLES = (Tunable(OP, linear_ada_rms_norm.FIELDS, linear_ada_rms_norm.candidates, linear_ada_rms_norm.inputs, run),)
+FIELDS = {**linear_ada_rms_norm.FIELDS, "impl": ("cublas", "lt", "triton", "cuda"), "cut": tuple(c.name for c in added.CUTS)}
+TUNABLES = (Tunable(OP, FIELDS, _candidates, linear_ada_rms_norm.inputs, run),)

@@ -1,0 +1,4 @@
+#define STRETTO_ON_HOST
+#include "wide_device.h"
+
+#include "rope.cu"
