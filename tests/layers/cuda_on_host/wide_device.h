@@ -22,9 +22,6 @@ inline void ask_for_map(const Map&) {}
 template <int THREADS>
 void sync_some() { host::meet(host::grid->all[block_id()], THREADS); }
 inline void barrier_expect(Barrier* b, uint32_t bytes) { host::state_of(b).bytes += bytes; }
-inline void send_row(Remote to, const void* from, uint32_t bytes, Remote barrier) {
-    copy_row(to, from, bytes, reinterpret_cast<Barrier*>(barrier));
-}
 
 inline void copy_tile_to_many(void* to, const Map& map, const Place& place, Barrier* b, uint32_t mask) {
     for (int rank = 0; rank < host::grid->cluster; ++rank)

@@ -45,11 +45,6 @@ ON_DEVICE void sync_some() { asm volatile("bar.sync 15, %0;" ::"n"(THREADS) : "m
 ON_DEVICE void barrier_expect(Barrier* b, uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_at(b)), "r"(bytes) : "memory");
 }
-// Start copying shared memory to that of another CTA of the cluster, whose barrier counts what comes.
-ON_DEVICE void send_row(Remote to, const void* from, uint32_t bytes, Remote barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "r"(shared_at(from)), "r"(bytes), "r"(barrier) : "memory");
-}
 
 // Write 16-bit numbers of a product's sums turned: a lane has two of a row, and gives the address of a column's eight. Of 8 columns,
 // or of four times as many.
