@@ -2,8 +2,8 @@
 
 The product reaches the norm in fp32: as parts of a split inner width, or whole from cuBLAS, which a pass reads; or in the
 kernel that multiplies (`layers.cuda.added`), which then leaves sums of squares instead of factors. Which at a shape is a
-measured choice. That kernel looks up lines of tables before the kernel ahead of it is complete: tables, and the numbers of lines,
-must be there before the chain of kernels that a call is part of, as they are where a step begins with torch's own kernels.
+measured choice. That kernel looks up lines of tables before the kernel ahead of it is complete: tables, and the numbers of
+lines, must be there before the chain of kernels that a call is part of. They are: a step begins with torch's own kernels.
 
 Shape legend: as in linear_ada_rms_norm.
 """
