@@ -32,6 +32,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, scaled_dot_
 from stretto.deploy.provenance import provenance
 from stretto.layers.kernels.attention import PrefixKV
 from stretto.layers.kernels.patchify import patchify_reference
+from stretto.layers.kernels.prefix_layout import PrefixLayout, prefix_layout_reference
 from stretto.layers.kernels.rope import rope_reference, rotary_angles, rotate, split_qkv
 from stretto.models.pi0_net import Condition, Pi0Net, PrefixArena
 
@@ -111,8 +112,8 @@ class StockNet:
         norms = [(b.norm1, b.norm2) for b in net.vision.blocks]
         self._norms = [[p.to(self.dtype) for n in pair for p in (n.weight, n.bias)] for pair in norms]
 
-    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.net.prefix_layout(image_mask_BC, token_count_B, prompt)
+    def prefix_layout(self, image_mask_BC: Tensor, token_count_B: Tensor, prompt: int) -> PrefixLayout:
+        return prefix_layout_reference(image_mask_BC, token_count_B, self.config.tokens_per_camera, prompt)
 
     def tabled(self, steps_B: Tensor) -> Condition:
         return self.net.tabled(steps_B)
@@ -128,13 +129,13 @@ class StockNet:
         x = layer_norm(h, h.shape[-1:], last.weight.to(self.dtype), last.bias.to(self.dtype), tower.eps)
         return tower.project(x).reshape(images_BCRR3.shape[0], -1, tower.project.out_features)
 
-    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, mask_BP: Tensor, arena: PrefixArena) -> None:
+    def prefix(self, image_tokens_BID: Tensor, tokens_BL: Tensor, layout: PrefixLayout, arena: PrefixArena) -> None:
         prefix, dims, eps = self.net.prefix, self.config.language, self.net.prefix.eps
         text = embedding(tokens_BL, prefix.embed) * math.sqrt(dims.width)
         h = torch.cat((image_tokens_BID, text), dim=1)
-        positions_BP = mask_BP.cumsum(-1) - 1
+        positions_BP = layout.positions_BP
         turns = rotary_angles(positions_BP, dims.head_dim, self.config.rope_theta)
-        mask = mask_BP[:, None, None]
+        mask = layout.mask_BP[:, None, None]
         *blocks, last = prefix.blocks
         for i, b in enumerate(blocks):
             w1, w2 = prefix.attention_norms[i], prefix.mlp_norms[i]

@@ -43,8 +43,9 @@ PARTS = ("rows", "wall", "overlap", "profiles", "experts")
 SHORT_S = 2.4
 """Of a closed loop of two robots; their requests at a rate come for half as long."""
 OVERLAP_PLANS: dict[str, dict[bool, list[float]]] = {
-    "two lanes, on 80 and 52 multiprocessors, a launch each": {True: [110.0, 113.0, 115.0]},
-    "one lane, whole route": {True: [110.0, 112.0, 115.0], False: [76.0]},
+    "two lanes, on 80 and 52 multiprocessors, a launch each": {True: [110.0, 115.0, 120.0]},
+    "two lanes, on 88 and 44 multiprocessors, a launch each": {True: []},
+    "one lane, whole route": {True: [110.0, 113.0, 115.0], False: [76.0]},
     TOGETHER: {True: []},
 }
 """What two robots may be served by, and with FP8 or without the rates that are tried; the first that fails is the last."""

@@ -68,6 +68,7 @@ def _pi05(parts: Parts) -> list[Result]:
         why = row.get("missed_by")
         floor = round(sum(target.floors), 2)
         about = {"floor": floor, "ratios": _ratio(others, took), "why": _of_calls(why) if why else row.get("error")}
+        about |= {"measured": row.get("measured"), **{way: row.get(way, {}).get("p50_ms") for way in ("rested", "sustained")}}
         if "p99_met" in row:
             about |= {"p99_over_p50_ms": row["p99_over_p50_ms"], "p99_met": row["p99_met"]}
         made.append(_row(f"pi0.5 {name}", "ms", target.must, target.stretch, took, **about))
@@ -174,6 +175,9 @@ def markdown(table: list[Result]) -> str:
     for row in table:
         took = "not measured" if row["took"] is None else f"{row['took']:.4g}"
         p99 = f", p99 {row['p99_over_p50_ms']:.2f} above" if "p99_over_p50_ms" in row else ""
+        other = {"rested": "sustained", "sustained": "rested"}.get(row.get("measured", ""), "")
+        if other in row:
+            p99 += f" ({row[other]:.4g} {other})"
         ratios = [_shown(row.get("ratios", {}).get(name)) for name in RATIOS]
         said = "" if row["took"] is None else "stretch met" if row["stretch_met"] else "met" if row["met"] else "**missed**"
         if not row.get("p99_met", True):

@@ -54,7 +54,7 @@ class Part:
 INTERVALS = ("wan2.2-5b/1/batched/fp8", "wan2.2-5b/1/batched")
 PEER = ("--seconds", "1.5", "--cases", "1:200", "4:200", "32:200", "8:200")
 PARTS = (
-    Part("pi05", "pi05_table.py", ("--parts", "rows", "wall", "overlap", "profiles"), 150.0),
+    Part("pi05", "pi05_table.py", ("--parts", "rows", "wall", "overlap", "profiles"), 190.0),
     Part(
         "wan", "wan_block.py", ("--stock", "--frames", "1", "--rows", "1", "--samples", "3", "--sustained", "0.8"), 50.0,
         lambda seconds: ("--budget-seconds", f"{seconds:.0f}"),
@@ -104,14 +104,17 @@ class Run:
     def __init__(self, args: argparse.Namespace, table: Table, work: Path) -> None:
         self._args, self._table, self._work = args, table, work
         self._begun, self._lock = time.monotonic(), threading.Lock()
+        self._compiled = threading.Event()
         self._left = [part for name in args.parts for part in PARTS if part.name == name]
 
-    def ahead(self) -> None:
-        """Compile what parts need, side by side: what that leaves on disk is found by them."""
+    def ahead(self, gpu: str | None) -> None:
+        """Compile what parts need, side by side on one GPU: what that leaves on disk is found by them."""
         if self._args.small:
             return
-        commands = [[sys.executable, str(HERE / script), *flags] for part in self._left for script, *flags in part.ahead]
-        made = [subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) for command in commands]
+        with self._lock:
+            commands = [[sys.executable, str(HERE / script), *flags] for part in self._left for script, *flags in part.ahead]
+        env = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+        made = [subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True, env=env) for command in commands]
         end_s = time.monotonic() + AHEAD_S
         for process in made:
             try:
@@ -121,13 +124,20 @@ class Run:
                 process.wait()
         self._table.note("seconds", "compiling ahead", round(time.monotonic() - self._begun, 1))
 
-    def on(self, gpu: str | None) -> None:
-        """Run parts on one GPU until none is left."""
+    def on(self, gpu: str | None, *, ahead: bool) -> None:
+        """Run parts on one GPU until none is left; `ahead`: compile there first, for which parts elsewhere wait."""
+        if ahead:
+            try:
+                self.ahead(gpu)
+            finally:
+                self._compiled.set()
         while True:
             with self._lock:
                 if not self._left:
                     return
                 part = self._left.pop(0)
+            if part.ahead:
+                self._compiled.wait()
             seconds = min(part.seconds, self._args.budget - (time.monotonic() - self._begun) - STARTS_S)
             if seconds < min(part.seconds, STARTS_S):
                 self._table.note("errors", part.name, "not run: no time left")
@@ -192,8 +202,8 @@ def main() -> None:
     table = Table(args.out, {**provenance(device), "small": args.small})
     with tempfile.TemporaryDirectory() as work:
         run = Run(args, table, Path(work))
-        run.ahead()
-        threads = [threading.Thread(target=run.on, args=(gpu,)) for gpu in gpus_of(args)]
+        gpus = gpus_of(args)
+        threads = [threading.Thread(target=run.on, args=(gpu,), kwargs={"ahead": gpu == gpus[-1]}) for gpu in gpus]
         for thread in threads:
             thread.start()
         for thread in threads:

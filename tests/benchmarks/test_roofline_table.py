@@ -88,7 +88,7 @@ def test_a_part_is_taken_over_row_by_row_and_one_that_fails_leaves_the_others(
     monkeypatch.setattr(roofline_table, "PARTS", parts)
     table = Table(tmp_path / "table.json", {})
     run = Run(Namespace(parts=["lerobot", "pi05"], budget=100.0, small=False, peers=None), table, tmp_path)
-    run.on(None)
+    run.on(None, ahead=True)
     written = json.loads((tmp_path / "table.json").read_text())
     assert "no such device" in written["errors"]["lerobot"]
     assert found(written["table"], "pi0.5 B=4, prefix 968, bf16")["took"] == 30.0
@@ -97,5 +97,5 @@ def test_a_part_is_taken_over_row_by_row_and_one_that_fails_leaves_the_others(
 def test_parts_for_which_no_time_is_left_are_said_not_to_have_run(tmp_path: Path) -> None:
     table = Table(None, {})
     run = Run(Namespace(parts=["stock"], budget=10.0, small=True, peers=None), table, tmp_path)
-    run.on(None)
+    run.on(None, ahead=True)
     assert table.result["errors"] == {"stock": "not run: no time left"}
