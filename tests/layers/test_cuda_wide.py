@@ -80,7 +80,7 @@ def norm_of(kind: str, batch: int, columns: int, scales: tuple[Tensor, Tensor], 
 
 def close(got: Tensor, want: Tensor, coded: bool = False, atol: float = 0.01) -> None:
     """Compare up to one rounding, of bf16 or of e4m3; a GPU keeps fewer bits of sums of codes, and its tanh is not exact."""
-    torch.testing.assert_close(got.float(), want.float(), rtol=0.13 if coded else 0.01, atol=0.6 if coded else atol)
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.13 if coded else 0.01, atol=0.8 if coded else atol)
 
 
 def check_gated(product: GatedProduct, cut: Cut, batch: int, width: int, kind: str, coded: bool, device: str = "cpu") -> None:
