@@ -87,6 +87,16 @@ def work_of(name: str, args: Sequence[Any], named: Mapping[str, Any], result: An
         kv = 2 * batch * keys * args[1].shape[2] * width * args[1].element_size()
         label = f"{name} {batch}x{tokens} over {keys}, {heads}/{args[1].shape[2]} heads of {width}"
         return Work(label, 4.0 * batch * tokens * heads * keys * width, kv + 2 * first.nbytes)
+    if name == "coded_prefix_attention":  # queries, keys and values side by side, all tokens over all
+        batch, tokens, columns = first.shape
+        heads = named["heads"]
+        width = columns // (heads + 2)
+        label = f"{name} {batch}x{tokens} over {tokens}, {heads}/1 heads of {width}"
+        # Rotated and coded once, and read as codes; the arenas are written, what was attended is in codes too.
+        nbytes = batch * tokens * width * (3.0 * (heads + 2) + 4.0 + (heads + 2) + heads)
+        return Work(label, 4.0 * batch * tokens * heads * tokens * width, nbytes, True)
+    if name == "prefix_stream":  # of the embedding only a line a token is read
+        return Work(f"{name} {rows}x{first.shape[-1]}", 0.0, float(first.nbytes + result.nbytes))
     # A KV arena holds other rows too; what is written there is small beside what is read.
     tensors = [t for t in (*_tensors(args), *_tensors(tuple(named.values())), *_tensors(result)) if t.dim() < 4]
     nbytes = float(sum({t.data_ptr(): t.nbytes for t in tensors}.values()))
@@ -210,9 +220,10 @@ def by_call(events: Sequence[dict[str, Any]], calls: Mapping[str, Work]) -> list
 
 def top(found: Sequence[tuple[Work, str, float]], calls: Mapping[str, Work], most: int) -> dict[str, Any]:
     """Sum a trace up: the calls that take most, with their floors, and everything together."""
-    runs: dict[str, int] = {}
+    floors: dict[str, float | None] = {}  # of all calls of a name together: they may have more or less to read
     for work in calls.values():
-        runs[work.label] = runs.get(work.label, 0) + 1
+        before, more = floors.get(work.label, 0.0), work.floor_us
+        floors[work.label] = None if before is None or more is None else before + more
     rows: dict[str, dict[str, Any]] = {}
     for work, kernel, us in found:
         row = rows.setdefault(work.label, {"us": 0.0, "launches": 0, "products": 0, "kernels": {}, "work": work})
@@ -224,7 +235,7 @@ def top(found: Sequence[tuple[Work, str, float]], calls: Mapping[str, Work], mos
     for label, row in sorted(rows.items(), key=lambda r: -r[1]["us"])[:most]:
         one = row["work"].floor_us
         # A torch op is one kernel, as far as products go.
-        floor = None if one is None else one * runs.get(label, row["products"])
+        floor = floors[label] if label in floors else None if one is None else one * row["products"]
         kernels = {name: round(us, 1) for name, us in sorted(row["kernels"].items(), key=lambda k: -k[1])[:3]}
         shown.append(
             {
