@@ -1,8 +1,7 @@
 // Products that are gated and added to a residual, behind one plain C function.
 #include "added_product.cuh"
+#include "call.cuh"
 #include "wide_launch.cuh"
-
-#include <cstring>
 
 namespace {
 
@@ -78,16 +77,5 @@ extern "C" const char* stretto_added_prepare(int device) {
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_added_launch(const int64_t* words, void* stream) {
-    Call c{};
-    static_assert(sizeof(Call) == 32 * 8);
-    std::memcpy(&c, words, sizeof c);
-#ifndef STRETTO_ON_HOST
-    try {
-#endif
-        return choose(c, stream);
-#ifndef STRETTO_ON_HOST
-    } catch (CUresult) {
-        return "the driver refuses a tensor's map";
-    }
-#endif
+    return device::called<Call, 32>(words, [=](const Call& c) { return choose(c, stream); });
 }

@@ -1,10 +1,6 @@
 // The attention of coded prefixes behind one plain C function.
-#ifndef STRETTO_ON_HOST
-#include "maps.cuh"
-#endif
+#include "call.cuh"
 #include "coded_prefix.cuh"
-
-#include <cstring>
 
 namespace {
 
@@ -76,16 +72,5 @@ extern "C" const char* stretto_prefix_prepare(int device, int* multiprocessors) 
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_prefix_launch(const int64_t* words, void* stream) {
-    Call c{};
-    static_assert(sizeof(Call) == 15 * 8);
-    std::memcpy(&c, words, sizeof c);
-#ifndef STRETTO_ON_HOST
-    try {
-#endif
-        return c.groups == 1 ? start<Cut<1>>(c, stream) : start<Cut<2>>(c, stream);
-#ifndef STRETTO_ON_HOST
-    } catch (CUresult) {
-        return "the driver refuses a tensor's map";
-    }
-#endif
+    return device::called<Call, 15>(words, [=](const Call& c) { return c.groups == 1 ? start<Cut<1>>(c, stream) : start<Cut<2>>(c, stream); });
 }

@@ -1,8 +1,7 @@
 // The gated product of many rows behind one plain C function.
 #include "gated_product.cuh"
+#include "call.cuh"
 #include "wide_launch.cuh"
-
-#include <cstring>
 
 namespace {
 
@@ -83,16 +82,5 @@ extern "C" const char* stretto_gated_prepare(int device, int* clusters) {
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_gated_launch(const int64_t* words, void* stream) {
-    Call c{};
-    static_assert(sizeof(Call) == (19 + wide::LEFT_WORDS) * 8);
-    std::memcpy(&c, words, sizeof c);
-#ifndef STRETTO_ON_HOST
-    try {
-#endif
-        return choose(c, stream);
-#ifndef STRETTO_ON_HOST
-    } catch (CUresult) {
-        return "the driver refuses a tensor's map";
-    }
-#endif
+    return device::called<Call, 19 + wide::LEFT_WORDS>(words, [=](const Call& c) { return choose(c, stream); });
 }

@@ -1,8 +1,7 @@
 // Queries, keys and values of many tokens, rotated and written where they belong, behind one plain C function.
 #include "rope_product.cuh"
+#include "call.cuh"
 #include "wide_launch.cuh"
-
-#include <cstring>
 
 namespace {
 
@@ -64,16 +63,5 @@ extern "C" const char* stretto_rope_prepare() {
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_rope_launch(const int64_t* words, void* stream) {
-    Call c{};
-    static_assert(sizeof(Call) == (20 + wide::LEFT_WORDS + 7) * 8);
-    std::memcpy(&c, words, sizeof c);
-#ifndef STRETTO_ON_HOST
-    try {
-#endif
-        return choose(c, stream);
-#ifndef STRETTO_ON_HOST
-    } catch (CUresult) {
-        return "the driver refuses a tensor's map";
-    }
-#endif
+    return device::called<Call, 20 + wide::LEFT_WORDS + 7>(words, [=](const Call& c) { return choose(c, stream); });
 }

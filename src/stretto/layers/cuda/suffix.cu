@@ -1,10 +1,6 @@
 // Attention over a prefix and a suffix behind one plain C function.
-#ifndef STRETTO_ON_HOST
-#include "maps.cuh"
-#endif
+#include "call.cuh"
 #include "suffix_attention.cuh"
-
-#include <cstring>
 
 namespace {
 
@@ -110,19 +106,10 @@ extern "C" const char* stretto_suffix_prepare(int64_t tall, int64_t cuts, int64_
 
 // Words are those of `Call`, in its order; null, or what went wrong.
 extern "C" const char* stretto_suffix_launch(const int64_t* words, void* stream) {
-    Call c{};
-    static_assert(sizeof(Call) == 31 * 8);
-    std::memcpy(&c, words, sizeof c);
-#ifndef STRETTO_ON_HOST
-    try {
-#endif
+    return device::called<Call, 31>(words, [=](const Call& c) {
         return choose(c.tall, c.cuts, c.shared, [&](auto cut) -> const char* {
             if constexpr (std::is_same_v<decltype(cut), std::nullptr_t>) return "no such cut is compiled";
             else return start<decltype(cut)>(c, stream);
         });
-#ifndef STRETTO_ON_HOST
-    } catch (CUresult) {
-        return "the driver refuses a tensor's map";
-    }
-#endif
+    });
 }
