@@ -39,6 +39,7 @@ class Reference:
         self.device = torch.device(device)
         self.net = Pi0Net(Pi0Config.from_lerobot(raw), torch.float32)
         self.net.load_state_dict(torch.load(folder / "weights.pt", map_location="cpu", weights_only=True))
+        self.net.refresh()
         self.net.to(self.device).eval()
         self.stats = load_stats(folder)
         self.actions = normalizer("action", self.stats["action"], ACTION_DIM)

@@ -79,9 +79,10 @@ def prefix_of(net: Pi0Net, images_BCSS3: Tensor, tokens_BL: Tensor, counts_B: Te
 
     seen = torch.ones(images_BCSS3.shape[:2], dtype=torch.bool, device=images_BCSS3.device)
     layout = net.prefix_layout(seen, counts_B, tokens_BL.shape[1])
-    net.prefix(net.vision(images_BCSS3), tokens_BL, layout[0], keep)
+    net.prefix(net.vision(images_BCSS3), tokens_BL, layout, keep)
     slots = torch.arange(len(tokens_BL), device=tokens_BL.device).repeat_interleave(draws)
-    return PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots, *(x.repeat_interleave(draws, 0) for x in layout))
+    places = (x.repeat_interleave(draws, 0) for x in (layout.mask_BP, layout.length_B, layout.start_B))
+    return PrefixKV(torch.stack(keys, 1), torch.stack(values, 1), slots, *places)
 
 
 def flow_loss(net: Pi0Net, demos: Demos, rows_B: Tensor, draws: int, max_delay: int, shift: int) -> Tensor:
@@ -176,6 +177,7 @@ def fit(net: Pi0Net, demos: Demos, options: argparse.Namespace) -> list[dict[str
                 flush=True,
             )
     average.store()
+    net.refresh()
     return history
 
 
