@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda import gated
+from stretto.layers.cuda import build, gated
 from stretto.layers.cuda.gated import TOKENS, GatedProduct, gated_product
 from stretto.layers.kernels import fp8_linear, gemm
 from stretto.layers.kernels.fp8_activation import E4M3
@@ -90,3 +92,19 @@ def test_what_it_takes() -> None:
     assert not gated.takes(x.float(), weight.float())
     assert not gated.takes(x[:, :32].contiguous(), weight[:, :32].contiguous())
     assert not gated.takes(x.t(), weight)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "library", "why"), [("no maps", object(), "no maps"), (None, None, "no nvcc"), (None, object(), "")]
+)
+def test_launches_are_had_or_a_warning_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: str | None, library: Any, why: str
+) -> None:
+    monkeypatch.setattr(build, "built", lambda name, index: build.Built(library, "no nvcc" if library is None else "x.so"))
+    made = SimpleNamespace(refusal=refusal)
+    got = build.launches_of("gated", 0, lambda _: made, "not to be had (%s)")
+    if why:
+        assert got == (None, why)
+        assert [(r.name, r.getMessage()) for r in caplog.records] == [("stretto.layers.cuda.gated", f"not to be had ({why})")]
+    else:
+        assert got == (made, "x.so") and not caplog.records

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from typing import NamedTuple
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from stretto.layers.cuda import wide
-from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.build import index_of, launch, launches_of
 from stretto.layers.cuda.wide import E4M3, Cut
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.tuning import Config
 
-log = logging.getLogger(__name__)
 RUN = 64
 """Columns of a row whose squares are one sum."""
 
@@ -135,10 +133,7 @@ class AddedProduct:
             struct.unpack("<i", struct.pack("<f", eps))[0], batch * tokens, width, inner * x_BTK.element_size(),
             int(x_BTK.dtype == E4M3), int(early), *cut.cut, cut.splits,
         )  # fmt: skip
-        queue = torch.cuda.current_stream(device).cuda_stream if x_BTK.is_cuda else 0
-        error = self._launch((ctypes.c_int64 * len(words))(*words), queue)
-        if error is not None:
-            raise RuntimeError(f"an added product was not launched: {error.decode()}")
+        launch(self._launch, words, x_BTK, "an added product")
         return Added(scaled, squares, total)
 
 
@@ -165,16 +160,11 @@ def product_for(
     """Return the launches if they are to be had on x's device and take these."""
     if not (x_BTK.is_cuda and takes(x_BTK, weight_DK, residual_BTD, gated_by, normed_by)):
         return None
-    return added_product(torch.cuda.current_device() if x_BTK.device.index is None else x_BTK.device.index)[0]
+    return added_product(index_of(x_BTK.device))[0]
 
 
 @functools.cache
 def added_product(device_index: int) -> tuple[AddedProduct | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
-    found: Built = built("added", device_index)
-    product = None if found.library is None else AddedProduct(found.library, device_index)
-    if product is not None and product.refusal is None:
-        return product, found.reason
-    why = found.reason if product is None or product.refusal is None else product.refusal
-    log.warning("added products in CUDA C++ are not to be had (%s); those in Triton run", why)
-    return None, why
+    missing = "added products in CUDA C++ are not to be had (%s); those in Triton run"
+    return launches_of("added", device_index, functools.partial(AddedProduct, device_index=device_index), missing)

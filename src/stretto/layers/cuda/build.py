@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from stretto.layers.dispatch import triton_runs_on
 
@@ -33,6 +36,16 @@ class Built(NamedTuple):
     library: ctypes.CDLL | None
     reason: str
     """Where the library is, or why there is none."""
+
+
+class Launches(Protocol):
+    """What a library's functions are called through."""
+
+    refusal: str | None
+    """Why the device does not run them."""
+
+
+L = TypeVar("L", bound=Launches)
 
 
 def nvcc() -> str | None:
@@ -62,6 +75,37 @@ def built(name: str, device_index: int) -> Built:
         return loaded(compiled(name, compiler, OPTIONS))
     except (OSError, subprocess.SubprocessError) as e:
         return Built(None, f"{compiler} failed: {_tail(e)}")
+
+
+def launches_of(name: str, device_index: int, make: Callable[[ctypes.CDLL], L], missing: str) -> tuple[L | None, str]:
+    """Return what `make` makes of a library, or None and a warning; and where the library is, or why there is none.
+
+    Args:
+        missing: what the warning says is not there, with `%s` for the reason, and what runs in its place.
+    """
+    found = built(name, device_index)
+    made = None if found.library is None else make(found.library)
+    if made is not None and made.refusal is None:
+        return made, found.reason
+    why = found.reason if made is None or made.refusal is None else made.refusal
+    logging.getLogger(f"{__package__}.{name}").warning(missing, why)
+    return None, why
+
+
+def index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def launch(function: Callable[[Any, int], bytes | None], words: Sequence[int] | bytes, x: Tensor, what: str) -> None:
+    """Call a library's function with eight-byte words, on the stream of x's device.
+
+    Raises:
+        RuntimeError: if it refuses; `what` names what was not launched.
+    """
+    queue = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    error = function(words if isinstance(words, bytes) else (ctypes.c_int64 * len(words))(*words), queue)
+    if error is not None:
+        raise RuntimeError(f"{what} was not launched: {error.decode()}")
 
 
 def loaded(path: Path) -> Built:

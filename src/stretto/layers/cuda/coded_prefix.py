@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.build import index_of, launch, launches_of
 from stretto.layers.part import part
 
-log = logging.getLogger(__name__)
 E4M3 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
 HEAD = 256
@@ -83,10 +81,7 @@ class CodedPrefix:
             multiplier.data_ptr(), base_2, batch, rows, tokens, v.shape[-1], groups,
             min(most, batch * -(-rows // (64 * groups))),
         )  # fmt: skip
-        queue = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-        error = self._launch((ctypes.c_int64 * len(words))(*words), queue)
-        if error is not None:
-            raise RuntimeError(f"attention of a coded prefix was not launched: {error.decode()}")
+        launch(self._launch, words, q, "attention of a coded prefix")
         return out
 
 
@@ -94,16 +89,11 @@ def attention_for(x: Tensor) -> CodedPrefix | None:
     """Return the launches if they are to be had on a tensor's device."""
     if not x.is_cuda:
         return None
-    return coded_prefix(torch.cuda.current_device() if x.device.index is None else x.device.index)[0]
+    return coded_prefix(index_of(x.device))[0]
 
 
 @functools.cache
 def coded_prefix(device_index: int) -> tuple[CodedPrefix | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
-    found: Built = built("coded_prefix", device_index)
-    attention = None if found.library is None else CodedPrefix(found.library, device_index)
-    if attention is not None and attention.refusal is None:
-        return attention, found.reason
-    why = found.reason if attention is None or attention.refusal is None else attention.refusal
-    log.warning("attention of coded prefixes in CUDA C++ is not to be had (%s); it is computed in bf16", why)
-    return None, why
+    missing = "attention of coded prefixes in CUDA C++ is not to be had (%s); it is computed in bf16"
+    return launches_of("coded_prefix", device_index, functools.partial(CodedPrefix, device_index=device_index), missing)

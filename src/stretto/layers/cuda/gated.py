@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 from torch import Tensor
 
 from stretto.layers.cuda import wide
-from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.build import index_of, launch, launches_of
 from stretto.layers.cuda.wide import E4M3, Cut, Left, left_words, pointer
 from stretto.layers.part import part
 
-log = logging.getLogger(__name__)
 TOKENS = (112, 128)
 """Rows of a tile of the lasting cuts, whose thread blocks take tile after tile."""
 FEATURES = 256
@@ -81,10 +79,7 @@ class GatedProduct:
             inner * x.element_size(), int(x.dtype == E4M3), clusters, int(early), *left_words(fold, rows),
             *(lasting(cut) if isinstance(cut, int) else cut),
         )  # fmt: skip
-        queue = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        error = self._launch((ctypes.c_int64 * len(words))(*words), queue)
-        if error is not None:
-            raise RuntimeError(f"a gated product was not launched: {error.decode()}")
+        launch(self._launch, words, x, "a gated product")
         return out
 
 
@@ -97,16 +92,11 @@ def product_for(x: Tensor, weight_2FK: Tensor) -> GatedProduct | None:
     """Return the launches if they are to be had on x's device and take these."""
     if not (x.is_cuda and takes(x, weight_2FK)):
         return None
-    return gated_product(torch.cuda.current_device() if x.device.index is None else x.device.index)[0]
+    return gated_product(index_of(x.device))[0]
 
 
 @functools.cache
 def gated_product(device_index: int) -> tuple[GatedProduct | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
-    found: Built = built("gated", device_index)
-    product = None if found.library is None else GatedProduct(found.library, device_index)
-    if product is not None and product.refusal is None:
-        return product, found.reason
-    why = found.reason if product is None or product.refusal is None else product.refusal
-    log.warning("gated products in CUDA C++ are not to be had (%s); those in Triton run", why)
-    return None, why
+    missing = "gated products in CUDA C++ are not to be had (%s); those in Triton run"
+    return launches_of("gated", device_index, functools.partial(GatedProduct, device_index=device_index), missing)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 from torch import Tensor
 
 from stretto.layers.cuda import wide
-from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.build import index_of, launch, launches_of
 from stretto.layers.cuda.wide import E4M3, Cut, Left, left_words
 
-log = logging.getLogger(__name__)
 HEAD = 256
 """Channels of a head."""
 ROWS = 512
@@ -75,10 +73,7 @@ class RopeProduct:
             rows, weight_CD.shape[0], inner * x_BTD.element_size(), int(x_BTD.dtype == E4M3), int(early),
             *left_words(fold, rows), *cut,
         )  # fmt: skip
-        queue = torch.cuda.current_stream(x_BTD.device).cuda_stream if x_BTD.is_cuda else 0
-        error = self._launch((ctypes.c_int64 * len(words))(*words), queue)
-        if error is not None:
-            raise RuntimeError(f"a product that rotates was not launched: {error.decode()}")
+        launch(self._launch, words, x_BTD, "a product that rotates")
         return q
 
 
@@ -91,16 +86,11 @@ def product_for(x: Tensor, weight_CD: Tensor, k_arena_SPKd: Tensor) -> RopeProdu
     """Return the launches if they are to be had on x's device and take these."""
     if not (x.is_cuda and takes(x, weight_CD, k_arena_SPKd)):
         return None
-    return rope_product(torch.cuda.current_device() if x.device.index is None else x.device.index)[0]
+    return rope_product(index_of(x.device))[0]
 
 
 @functools.cache
 def rope_product(device_index: int) -> tuple[RopeProduct | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
-    found: Built = built("rope", device_index)
-    product = None if found.library is None else RopeProduct(found.library)
-    if product is not None and product.refusal is None:
-        return product, found.reason
-    why = found.reason if product is None or product.refusal is None else product.refusal
-    log.warning("products in CUDA C++ that rotate are not to be had (%s); those in Triton run", why)
-    return None, why
+    missing = "products in CUDA C++ that rotate are not to be had (%s); those in Triton run"
+    return launches_of("rope", device_index, RopeProduct, missing)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.layers.cuda.build import Built, built
+from stretto.layers.cuda.build import index_of, launch, launches_of
 from stretto.layers.tuning import Config
 
-log = logging.getLogger(__name__)
 E4M3 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
 HEAD_DIM = 256
@@ -103,10 +101,7 @@ class SuffixAttention:
             *((0, 0) if ahead is None else (ahead.data_ptr(), ahead.nbytes // 16 * 16)), int(early),
         )  # fmt: skip
         given = struct.pack(f"{len(words)}qd", *words, (head_dim**-0.5 if scale is None else scale) * LOG2_E)
-        queue = torch.cuda.current_stream(q_BTHd.device).cuda_stream if q_BTHd.is_cuda else 0
-        error = self._launch(given, queue)
-        if error is not None:
-            raise RuntimeError(f"attention over a suffix was not launched: {error.decode()}")
+        launch(self._launch, given, q_BTHd, "attention over a suffix")
         return out
 
 
@@ -133,19 +128,16 @@ def launches_for(q_BTHd: Tensor, arena: Arena, k_BNKd: Tensor, v_BNKd: Tensor) -
     """Return the launches if they are to be had on q's device and take these."""
     if not (q_BTHd.is_cuda and takes(q_BTHd, arena, k_BNKd, v_BNKd)):
         return None
-    return suffix_attention(torch.cuda.current_device() if q_BTHd.device.index is None else q_BTHd.device.index)[0]
+    return suffix_attention(index_of(q_BTHd.device))[0]
 
 
 @functools.cache
 def suffix_attention(device_index: int) -> tuple[SuffixAttention | None, str]:
     """Return the launches of a device, compiled if need be, or None; and where they are, or why there are none."""
-    found: Built = built("suffix", device_index)
-    launches = None
-    if found.library is not None:
+
+    def prepared(library: ctypes.CDLL) -> SuffixAttention:
         with torch.cuda.device(device_index):
-            launches = SuffixAttention(found.library)
-    if launches is not None and launches.refusal is None:
-        return launches, found.reason
-    why = found.reason if launches is None or launches.refusal is None else launches.refusal
-    log.warning("attention over a suffix in CUDA C++ is not to be had (%s); that in Triton runs", why)
-    return None, why
+            return SuffixAttention(library)
+
+    missing = "attention over a suffix in CUDA C++ is not to be had (%s); that in Triton runs"
+    return launches_of("suffix", device_index, prepared, missing)

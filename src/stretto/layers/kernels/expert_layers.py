@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from stretto.layers.cuda.build import index_of
 from stretto.layers.cuda.chain import Coded, ExpertChain, Weights, expert_chain
 from stretto.layers.kernels.ada_rms_norm import Modulation
 from stretto.layers.kernels.attention import PrefixKV
@@ -88,7 +89,7 @@ def chain_of(
         return None, "separate kernels are chosen"
     if (shape.kv_heads, shape.lead) != (1, 0):
         return None, "they have one key/value head and no leading tokens"
-    chain, said = expert_chain(torch.cuda.current_device() if device.index is None else device.index)
+    chain, said = expert_chain(index_of(device))
     if chain is not None and not chain.takes(weights, size, dtype, first, keys):
         return None, "they were made for other sizes"
     return chain, said

@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.layers import cublas_lt
 from stretto.layers.cuda import added, gated, rope
 from stretto.layers.cuda.added import CodedRows
+from stretto.layers.cuda.build import index_of
 from stretto.layers.dispatch import FusedOp
 from stretto.layers.kernels.ada_rms_norm import Modulation, launch
 from stretto.layers.kernels.fold import RowSquares
@@ -116,8 +117,7 @@ def folded_launches(device: torch.device) -> bool:
     """Tell whether FP8 products of folded norms have launches of their own, or are emulated; passes cost what FP8 gains."""
     if not fp8_chip(device):
         return True
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return all(of(index)[0] is not None for of in (added.added_product, rope.rope_product, gated.gated_product))
+    return all(of(index_of(device))[0] is not None for of in (added.added_product, rope.rope_product, gated.gated_product))
 
 
 def _candidates(key: Key) -> list[Config]:
